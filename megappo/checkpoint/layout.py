@@ -1,0 +1,109 @@
+"""Where checkpoints lie and which of them is whole. No framework is imported.
+
+`checkpoints/step_000010/` is written under a temporary name, synced and then renamed, so a folder of
+that name is complete; the file `latest`, moved last, names the one to resume from.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from megappo.errors import CheckpointError
+
+_STEP = re.compile(r"step_(\d{6,})")
+LATEST = "latest"
+STATE_FILE = "state.json"
+
+
+def folder_of(run_dir: Path) -> Path:
+    """Where a run's checkpoints lie."""
+    return run_dir / "checkpoints"
+
+
+def step_name(step: int) -> str:
+    """Folder name of a step."""
+    return f"step_{step:06d}"
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """Steps with a complete checkpoint, oldest first."""
+    if not folder.is_dir():
+        return []
+    found = (_STEP.fullmatch(p.name) for p in folder.iterdir() if (p / STATE_FILE).is_file())
+    return sorted(int(m[1]) for m in found if m)
+
+
+def latest(folder: Path) -> Path | None:
+    """The checkpoint to resume from, None if there is none.
+
+    Without a pointer the newest complete checkpoint counts: a run never starts over because one small
+    file is missing.
+
+    Raises:
+        CheckpointError: the pointer names a checkpoint that is not there.
+    """
+    steps = complete_steps(folder)
+    pointer = folder / LATEST
+    if pointer.is_file():
+        named = folder / pointer.read_text().strip()
+        if not (named / STATE_FILE).is_file():
+            have = ", ".join(step_name(s) for s in steps) or "none"
+            raise CheckpointError(
+                f"{pointer} names {named.name}, which is missing or incomplete (complete: {have}); "
+                f"write the name of a complete one into {pointer}, or remove {folder} to start over"
+            )
+        return named
+    return folder / step_name(steps[-1]) if steps else None
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The small state of a checkpoint: step, layout, data position, controller.
+
+    Raises:
+        CheckpointError: unreadable.
+    """
+    try:
+        state = json.loads((checkpoint / STATE_FILE).read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{checkpoint / STATE_FILE} cannot be read: {error}") from error
+    assert isinstance(state, dict)
+    return state
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Makes a written checkpoint durable, gives it its name, and moves the pointer to it."""
+    for path in sorted(temporary.rglob("*")):
+        _sync(path)
+    _sync(temporary)
+    if final.exists():  # an earlier try at the same step, after a resume from before it
+        shutil.rmtree(final)
+    temporary.rename(final)
+    _sync(final.parent)
+    pointer = final.parent / LATEST
+    scratch = final.parent / (LATEST + ".tmp")
+    scratch.write_text(final.name + "\n")
+    _sync(scratch)
+    scratch.replace(pointer)
+    _sync(final.parent)
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Removes all but the newest `keep` checkpoints, and what interrupted saves left behind."""
+    for step in complete_steps(folder)[:-keep]:
+        shutil.rmtree(folder / step_name(step))
+    for leftover in folder.glob("*.saving"):
+        shutil.rmtree(leftover)
+
+
+def _sync(path: Path) -> None:
+    """fsync of a file or folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

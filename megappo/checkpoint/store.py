@@ -1,0 +1,169 @@
+"""Saves and loads models, optimizers, schedulers and random streams of all ranks.
+
+Each model has a folder of its own in Megatron's torch_dist format (`actor/`, `critic/`), with the
+optimizer state in the fully reshardable form. Random streams are a file a rank. What is small and
+equal on all ranks (step, data position, KL controller, layout) is `state.json`. Left out: resuming in
+another layout, and writing while training goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megappo.checkpoint import layout
+from megappo.distributed.grad_sync import Trainable
+from megappo.distributed.parallel import ParallelContext, all_ranks_or_none, barrier
+from megappo.errors import CheckpointError
+
+LAYOUT_FIELDS = ("world_size", "tp", "pp", "cp", "dp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointStore:
+    """Checkpoints of one run."""
+
+    folder: Path
+    keep: int
+    context: ParallelContext
+
+    def save(self, step: int, models: Mapping[str, Trainable], state: Mapping[str, Any]) -> Path:
+        """Writes a checkpoint and makes it the latest. Collective over the world.
+
+        Args:
+            step: finished steps.
+            models: name -> model with optimizer; each becomes a subfolder.
+            state: JSON values, equal on all ranks.
+        """
+        temporary = self.folder / f"{layout.step_name(step)}.saving"
+        with all_ranks_or_none(self.context, "preparing a checkpoint"):
+            if self.context.is_main:
+                shutil.rmtree(temporary, ignore_errors=True)
+                for name in (*models, "rng"):
+                    (temporary / name).mkdir(parents=True)
+        for name, model in models.items():
+            _save_model(temporary / name, model)
+        with all_ranks_or_none(self.context, "writing a checkpoint"):
+            torch.save(_random_streams(), temporary / "rng" / self._rng_name())
+        final = self.folder / layout.step_name(step)
+        with all_ranks_or_none(self.context, "publishing a checkpoint"):
+            if self.context.is_main:
+                whole = {**state, "step": step, "layout": self._layout()}
+                (temporary / layout.STATE_FILE).write_text(json.dumps(whole, indent=1))
+                layout.publish(temporary, final)
+                layout.prune(self.folder, self.keep)
+        return final
+
+    def load(self, checkpoint: Path, models: Mapping[str, Trainable]) -> dict[str, Any]:
+        """Fills models, optimizers, schedulers and random streams; returns the small state.
+
+        Collective over the world.
+
+        Raises:
+            CheckpointError: another layout, or parts are missing.
+        """
+        state = layout.read_state(checkpoint)
+        check_layout(state, self._layout(), checkpoint)
+        for name, model in models.items():
+            if not (checkpoint / name).is_dir():
+                raise CheckpointError(f"{checkpoint} has no folder {name}/: choose another one")
+            _load_model(checkpoint / name, model)
+        streams = torch.load(checkpoint / "rng" / self._rng_name(), weights_only=True)
+        _set_random_streams(streams)
+        barrier(self.context)
+        return state
+
+    def _layout(self) -> dict[str, int]:
+        return {name: getattr(self.context, name) for name in LAYOUT_FIELDS}
+
+    def _rng_name(self) -> str:
+        return f"rank_{self.context.rank:05d}.pt"
+
+
+def check_layout(state: Mapping[str, Any], now: Mapping[str, int], checkpoint: Path) -> None:
+    """Refuses a checkpoint of another layout.
+
+    Raises:
+        CheckpointError: with the degrees of both.
+    """
+    saved = state["layout"]
+    differing = [f"{k} {saved[k]} -> {v}" for k, v in now.items() if saved[k] != v]
+    if differing:
+        raise CheckpointError(
+            f"{checkpoint} was saved in another layout (checkpoint -> now): {', '.join(differing)}; "
+            "start as many ranks with the same parallel.* as then, or use a new trainer.run_dir"
+        )
+
+
+def model_identity(spec: Any) -> dict[str, Any]:
+    """What must not change between a checkpoint and a resumed run, as JSON values."""
+    values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(spec), default=str))
+    return values
+
+
+def _metadata() -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+
+
+def _sharded_state(model: Trainable, *, is_loading: bool) -> dict[str, Any]:
+    metadata = _metadata()
+    state: dict[str, Any] = {"model": model.chunks[0].module.sharded_state_dict(metadata=metadata)}
+    state["optimizer"] = model.optimizer.sharded_state_dict(
+        state, is_loading=is_loading, metadata=metadata
+    )
+    state["scheduler"] = model.scheduler.state_dict()
+    return state
+
+
+def _save_model(folder: Path, model: Trainable) -> None:
+    from megatron.core import dist_checkpointing
+
+    content = {k: v for k, v in _metadata().items() if k != "dp_cp_group"}
+    dist_checkpointing.save(
+        _sharded_state(model, is_loading=False), str(folder), content_metadata=content
+    )
+
+
+def _load_model(folder: Path, model: Trainable) -> None:
+    from megatron.core import dist_checkpointing
+
+    state = dist_checkpointing.load(_sharded_state(model, is_loading=True), str(folder))
+    model.chunks[0].module.load_state_dict(state["model"], strict=True)
+    model.optimizer.load_state_dict(state["optimizer"])
+    model.scheduler.load_state_dict(state["scheduler"])
+
+
+def _random_streams() -> dict[str, Any]:
+    from megatron.core import tensor_parallel
+
+    streams = {
+        "torch": torch.get_rng_state(),
+        "megatron": dict(tensor_parallel.get_cuda_rng_tracker().get_states()),
+    }
+    if torch.cuda.is_available():
+        streams["cuda"] = torch.cuda.get_rng_state()
+    return streams
+
+
+def _set_random_streams(streams: Mapping[str, Any]) -> None:
+    from megatron.core import tensor_parallel
+
+    torch.set_rng_state(streams["torch"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(streams["megatron"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(streams["cuda"])

@@ -1,0 +1,143 @@
+"""Rules between sections, and the batch arithmetic. No device, no model, no file is touched.
+
+One mini-batch (`actor.mini_batch_size` prompts over all ranks) is one optimizer step; one micro-batch
+is one forward pass on one data-parallel (DP) rank and counts samples, i.e. prompts x `rollout.n`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megappo.config.sections import Config
+
+KNOWN_LOGGERS = ("console", "jsonl", "tensorboard")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """The numbers that follow from a config and a world size."""
+
+    world_size: int
+    tp: int
+    pp: int
+    cp: int
+    dp: int
+    prompts_per_step: int
+    samples_per_step: int
+    prompts_per_dp_rank: int
+    samples_per_dp_rank: int
+    optimizer_steps_per_step: int
+    samples_per_mini_batch_and_dp_rank: int
+    actor_micro_batches: int
+    critic_micro_batches: int
+
+    def lines(self) -> list[str]:
+        """What is printed at the start of a run."""
+        return [
+            f"parallel   {self.world_size} ranks = TP {self.tp} x PP {self.pp} x CP {self.cp} "
+            f"x DP {self.dp}",
+            f"batch      {self.prompts_per_step} prompts x n {_ratio(self)} = "
+            f"{self.samples_per_step} samples a step; {self.prompts_per_dp_rank} prompts, "
+            f"{self.samples_per_dp_rank} samples a DP rank",
+            f"updates    {self.optimizer_steps_per_step} optimizer steps a step; a mini-batch is "
+            f"{self.samples_per_mini_batch_and_dp_rank} samples a DP rank in "
+            f"{self.actor_micro_batches} (actor) and {self.critic_micro_batches} (critic) "
+            "micro-batches",
+        ]
+
+
+def _ratio(plan: BatchPlan) -> int:
+    return plan.samples_per_step // plan.prompts_per_step
+
+
+def check_sections(config: Config) -> list[str]:
+    """Broken rules that need no world size."""
+    problems: list[str] = []
+    actor, data, rollout = config.actor, config.data, config.rollout
+    if not config.model.path:
+        problems.append("model.path is '': name the actor's Hugging Face folder")
+    if not data.train_files:
+        problems.append("data.train_files is []: name at least one Parquet file")
+    if data.train_batch_size % actor.mini_batch_size:
+        problems.append(
+            f"actor.mini_batch_size is {actor.mini_batch_size}: it must divide "
+            f"data.train_batch_size ({data.train_batch_size})"
+        )
+    for name in config.loggers:
+        if name not in KNOWN_LOGGERS:
+            problems.append(f"loggers has {name!r}: known: {', '.join(KNOWN_LOGGERS)}")
+    if (config.trainer.test_freq or config.trainer.val_before_train) and not data.val_files:
+        problems.append(
+            "data.val_files is []: name a file, or set trainer.test_freq=0 and "
+            "trainer.val_before_train=false"
+        )
+    if rollout.max_running_requests < 1:
+        problems.append(f"rollout.max_running_requests is {rollout.max_running_requests}")
+    if config.device == "cpu" and config.parallel.overlap_param_gather:
+        problems.append(
+            "parallel.overlap_param_gather is True: it needs a CUDA device; set it to false"
+        )
+    return problems
+
+
+def plan_batches(config: Config, world_size: int) -> tuple[BatchPlan | None, list[str]]:
+    """The batch arithmetic of a world size, or the rules that it breaks, with the numbers."""
+    layout = config.parallel
+    model_ranks = layout.tp * layout.pp * layout.cp
+    degrees = f"TP {layout.tp} x PP {layout.pp} x CP {layout.cp} = {model_ranks}"
+    if world_size % model_ranks:
+        return None, [
+            f"parallel: {world_size} ranks cannot be split by {degrees}: the world size must be a "
+            f"multiple of it (TP x PP x CP x DP); start {model_ranks} or a multiple, or change parallel.*"
+        ]
+    dp = world_size // model_ranks
+    problems = _check_batch(config, dp, model_ranks)
+    if problems:
+        return None, problems
+    n = config.rollout.n
+    prompts = config.data.train_batch_size
+    mini = config.actor.mini_batch_size * n // dp
+    plan = BatchPlan(
+        world_size=world_size,
+        tp=layout.tp,
+        pp=layout.pp,
+        cp=layout.cp,
+        dp=dp,
+        prompts_per_step=prompts,
+        samples_per_step=prompts * n,
+        prompts_per_dp_rank=prompts // dp,
+        samples_per_dp_rank=prompts * n // dp,
+        optimizer_steps_per_step=prompts // config.actor.mini_batch_size * config.actor.ppo_epochs,
+        samples_per_mini_batch_and_dp_rank=mini,
+        actor_micro_batches=mini // config.actor.micro_batch_size,
+        critic_micro_batches=mini // config.critic.micro_batch_size,
+    )
+    return plan, []
+
+
+def _check_batch(config: Config, dp: int, model_ranks: int) -> list[str]:
+    problems: list[str] = []
+    n, mini = config.rollout.n, config.actor.mini_batch_size
+    if mini % dp:
+        return [
+            f"actor.mini_batch_size is {mini}: {mini} prompts cannot be shared out evenly over DP "
+            f"{dp} (data.train_batch_size {config.data.train_batch_size}, rollout.n {n}); make it a "
+            f"multiple of {dp}"
+        ]
+    per_rank = mini * n // dp
+    for name, micro in (
+        ("actor.micro_batch_size", config.actor.micro_batch_size),
+        ("critic.micro_batch_size", config.critic.micro_batch_size),
+    ):
+        if per_rank % micro:
+            problems.append(
+                f"{name} is {micro}: it must divide the {per_rank} samples that a mini-batch has on "
+                f"one DP rank (actor.mini_batch_size {mini} x rollout.n {n} / DP {dp})"
+            )
+    samples = config.data.train_batch_size * n // dp
+    if samples < model_ranks:
+        problems.append(
+            f"data.train_batch_size is {config.data.train_batch_size}: {samples} samples a DP rank "
+            f"leave some of its {model_ranks} model-parallel ranks without a prompt to generate for"
+        )
+    return problems

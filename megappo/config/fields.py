@@ -1,0 +1,90 @@
+"""One way to declare a config field: default, one line of meaning, verl's name for it.
+
+The meaning and verl's name are data, not comments, because error messages, `megappo check` and the
+README's table are made from them.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+
+def opt(default: Any, doc: str, *, verl: str = "") -> Any:
+    """A dataclass field with its meaning; `verl` is verl's full dotted key where it has one."""
+    metadata = {"doc": doc, "verl": verl}
+    if isinstance(default, list | dict):
+        return dataclasses.field(
+            default_factory=lambda: copy.deepcopy(default), metadata=metadata
+        )
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def section(cls: type, doc: str) -> Any:
+    """A nested section that starts with its own defaults."""
+    return dataclasses.field(default_factory=cls, metadata={"doc": doc, "verl": ""})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Described:
+    """One leaf of the config, for messages and documents."""
+
+    key: str
+    type: str
+    default: Any
+    doc: str
+    verl: str
+
+
+def describe(cls: type, prefix: str = "") -> Iterator[Described]:
+    """Every leaf field under a config dataclass, in order of declaration."""
+    defaults = cls()
+    for f in dataclasses.fields(cls):
+        value = getattr(defaults, f.name)
+        if dataclasses.is_dataclass(value):
+            yield from describe(type(value), f"{prefix}{f.name}.")
+            continue
+        yield Described(
+            key=prefix + f.name,
+            type=str(f.type),
+            default=value,
+            doc=f.metadata["doc"],
+            verl=f.metadata["verl"],
+        )
+
+
+class Problems:
+    """Collects every broken rule of one section, so that all are reported together.
+
+    A message names the field alone; the loader puts the section's name before it.
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+
+    def require(self, holds: bool, field: str, value: object, rule: str) -> None:
+        """Notes `field is VALUE: RULE` unless the rule holds."""
+        if not holds:
+            self.messages.append(f"{field} is {value!r}: {rule}")
+
+    def positive(self, **values: float) -> None:
+        """Each named value must be over 0."""
+        for name, value in values.items():
+            self.require(value > 0, name, value, "it must be over 0")
+
+    def not_negative(self, **values: float) -> None:
+        """Each named value must be at least 0."""
+        for name, value in values.items():
+            self.require(value >= 0, name, value, "it must be 0 or more")
+
+    def within(self, low: float, high: float, **values: float) -> None:
+        """Each named value must lie in [low, high]."""
+        for name, value in values.items():
+            self.require(low <= value <= high, name, value, f"it must lie in [{low}, {high}]")
+
+    def done(self) -> None:
+        """Raises one ValueError with every message, if there is any."""
+        if self.messages:
+            raise ValueError("\n".join(self.messages))

@@ -1,0 +1,173 @@
+"""YAML and `key=value` to a validated, read-only `Config`. The only importer of OmegaConf.
+
+Order: every key is known (else the nearest name is offered) -> OmegaConf merges and checks types ->
+each section checks itself -> rules between sections. All broken rules of a stage are reported together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from megappo.config.checks import check_sections
+from megappo.config.fields import describe
+from megappo.config.sections import Config
+from megappo.errors import UserError
+from megappo.registry import did_you_mean
+
+
+class ConfigError(UserError):
+    """One or more fields of a config break a rule; each line of the message is one of them."""
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads a config file, applies overrides, validates.
+
+    Args:
+        path: YAML file.
+        overrides: `section.key=value` each, later ones win.
+
+    Raises:
+        ConfigError: unreadable file, unknown key, wrong type, or a broken rule.
+    """
+    given = [_read_yaml(Path(path)), *(_read_override(o) for o in overrides)]
+    unknown = [m for layer in given for m in _unknown_keys(Config, layer, "")]
+    if unknown:
+        raise ConfigError("\n".join(unknown))
+    return _validated(given)
+
+
+def dump(config: Config, path: Path) -> None:
+    """Writes the resolved config as YAML; `load` of that file gives an equal config."""
+    path.write_text(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ConfigError(f"config file {path} does not exist")
+    try:
+        loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} cannot be read: {error}") from error
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"config file {path} must hold sections at its top, not a list")
+    return {str(k): v for k, v in loaded.items()}
+
+
+def _read_override(text: str) -> dict[str, Any]:
+    key, equals, _ = text.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"override {text!r} is not of the form section.key=value")
+    if key.startswith(("+", "~")):
+        raise ConfigError(
+            f"override {text!r}: keys cannot be added or deleted; leave the {key[0]!r} out to set "
+            f"a known key{_suggest(key.lstrip('+~'))}"
+        )
+    try:
+        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([text]))
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"override {text!r} cannot be read: {error}") from error
+    assert isinstance(parsed, dict)
+    return {str(k): v for k, v in parsed.items()}
+
+
+def _unknown_keys(cls: type, given: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    known = {f.name: f for f in dataclasses.fields(cls)}
+    for name, value in given.items():
+        key = prefix + str(name)
+        if name not in known:
+            leaves = list(_leaves(value, key))
+            yield from (f"{leaf} is not a known key{_suggest(leaf)}" for leaf in leaves)
+            continue
+        section_cls = _section_class(known[name])
+        if section_cls is None:
+            continue
+        if not isinstance(value, Mapping):
+            yield f"{key} is {value!r}: it is a section and must hold keys"
+            continue
+        yield from _unknown_keys(section_cls, value, key + ".")
+
+
+def _leaves(value: Any, key: str) -> Iterator[str]:
+    """Dotted names below an unknown key, so that verl's nested ones are recognised."""
+    if isinstance(value, Mapping) and value:
+        for name, inner in value.items():
+            yield from _leaves(inner, f"{key}.{name}")
+    else:
+        yield key
+
+
+def _section_class(field: dataclasses.Field[Any]) -> type | None:
+    factory = field.default_factory
+    is_section = isinstance(factory, type) and dataclasses.is_dataclass(factory)
+    return factory if is_section else None
+
+
+def _suggest(key: str) -> str:
+    """verl's name answered with ours, else the nearest known key."""
+    leaves = list(describe(Config))
+    for leaf in leaves:
+        if leaf.verl == key:
+            return f": it is verl's name; here it is {leaf.key}"
+    last = key.rpartition(".")[2]
+    by_last = [d.key for d in leaves if last in (d.key.rpartition(".")[2], d.verl.rpartition(".")[2])]
+    if by_last:
+        return f": did you mean {' or '.join(by_last)}?"
+    text = did_you_mean(key, [d.key for d in leaves])
+    near, _, _ = text.partition("; known")
+    if near:
+        return ":" + near.replace(" (", " ").rstrip(")")
+    sections = sorted({d.key.partition(".")[0] for d in leaves})
+    return f"; known sections: {', '.join(sections)}"
+
+
+def _validated(given: Sequence[Mapping[str, Any]]) -> Config:
+    base = OmegaConf.structured(Config)
+    _thaw(base)
+    try:
+        merged = OmegaConf.merge(base, *(OmegaConf.create(dict(layer)) for layer in given))
+        OmegaConf.resolve(merged)
+        plain = OmegaConf.to_container(merged, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        first_line = str(error).splitlines()[0]
+        raise ConfigError(f"{error.full_key}: {first_line}") from error
+    problems: list[str] = []
+    config = _build(Config, plain, "", problems)
+    if config is None or problems:
+        raise ConfigError("\n".join(problems))
+    problems = check_sections(config)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return config
+
+
+def _thaw(node: DictConfig) -> None:
+    """Frozen dataclasses become read-only nodes; merging needs them writable, the result is frozen."""
+    OmegaConf.set_readonly(node, False)
+    for name in node:
+        child = node._get_node(name)
+        if isinstance(child, DictConfig):
+            _thaw(child)
+
+
+def _build(cls: type, values: Any, prefix: str, problems: list[str]) -> Any:
+    """The dataclass with its nested sections; broken rules are added to `problems`."""
+    made: dict[str, Any] = {}
+    for f in dataclasses.fields(cls):
+        inner = _section_class(f)
+        made[f.name] = (
+            _build(inner, values[f.name], f"{prefix}{f.name}.", problems) if inner else values[f.name]
+        )
+    if any(made[f.name] is None and _section_class(f) for f in dataclasses.fields(cls)):
+        return None
+    try:
+        return cls(**made)
+    except ValueError as error:
+        problems += [prefix + line for line in str(error).splitlines()]
+        return None

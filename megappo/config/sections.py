@@ -1,0 +1,444 @@
+"""The config's sections: keyword-only, read-only dataclasses. Defaults live here and nowhere else.
+
+Each section checks itself in `__post_init__`; rules between sections stand in `checks.py`. Fields that
+verl has too carry verl's key, so that somebody who comes from there is told our name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megappo.config.fields import Problems, opt, section
+
+A = "actor_rollout_ref.actor."
+R = "actor_rollout_ref.rollout."
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSection:
+    """The actor's starting point."""
+
+    path: str = opt("", "Hugging Face folder of the actor", verl="actor_rollout_ref.model.path")
+    dtype: Literal["float32", "bfloat16"] = opt(
+        "bfloat16", "type of weights and activations, trainer and engine alike"
+    )
+    trust_remote_code: bool = opt(
+        False, "run Python code that lies in model folders",
+        verl="actor_rollout_ref.model.trust_remote_code",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection:
+    """Prompts, as Parquet files with columns `prompt`, `data_source`, `ground_truth`."""
+
+    train_files: list[str] = opt([], "Parquet files to train on", verl="data.train_files")
+    val_files: list[str] = opt([], "Parquet files to validate on", verl="data.val_files")
+    prompt_key: str = opt("prompt", "column of chat messages or text", verl="data.prompt_key")
+    train_batch_size: int = opt(256, "prompts a step, all ranks", verl="data.train_batch_size")
+    max_prompt_length: int = opt(
+        512, "most tokens of a rendered prompt", verl="data.max_prompt_length"
+    )
+    truncation: Literal["error", "left", "drop"] = opt(
+        "error", "what is done with a longer prompt: stop, keep its last tokens, leave the row out",
+        verl="data.truncation",
+    )  # fmt: skip
+    shuffle: bool = opt(True, "new order each epoch, from the seed alone", verl="data.shuffle")
+
+    def __post_init__(self) -> None:
+        p = Problems()
+        p.positive(
+            train_batch_size=self.train_batch_size, max_prompt_length=self.max_prompt_length
+        )
+        p.done()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValSamplingSection:
+    """How validation samples; temperature 0 takes the likeliest token."""
+
+    temperature: float = opt(0.0, "0 is greedy", verl=R + "val_kwargs.temperature")
+    top_p: float = opt(1.0, "nucleus", verl=R + "val_kwargs.top_p")
+    top_k: int = opt(-1, "-1 keeps all", verl=R + "val_kwargs.top_k")
+    n: int = opt(1, "responses a validation prompt", verl=R + "val_kwargs.n")
+
+    def __post_init__(self) -> None:
+        p = Problems()
+        p.not_negative(temperature=self.temperature)
+        p.positive(n=self.n)
+        p.require(0 < self.top_p <= 1, "top_p", self.top_p, "it must lie in (0, 1]")
+        p.require(self.top_k == -1 or self.top_k > 0, "top_k", self.top_k, "-1, or over 0")
+        p.done()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSection:
+    """Generation through SGLang, one engine a rank."""
+
+    n: int = opt(1, "responses a prompt", verl=R + "n")
+    temperature: float = opt(1.0, "every log-prob is of logits/temperature", verl=R + "temperature")
+    top_p: float = opt(1.0, "nucleus; 1 keeps all", verl=R + "top_p")
+    top_k: int = opt(-1, "likeliest tokens kept; -1 keeps all", verl=R + "top_k")
+    stop: list[str] = opt([], "strings that end a response, besides the model's end tokens")
+    max_response_length: int = opt(
+        512, "most tokens of a response", verl="data.max_response_length"
+    )
+    max_running_requests: int = opt(
+        256, "requests an engine runs at once", verl=R + "max_num_seqs"
+    )
+    gpu_memory_utilization: float = opt(
+        0.5, "the engine's share of the device's memory", verl=R + "gpu_memory_utilization"
+    )
+    sync_bucket_bytes: int = opt(
+        64 * 1024 * 1024, "weights go to the engine in buckets of at most this size"
+    )
+    timeout_s: float = opt(600.0, "an engine that gives no answer for so long has failed")
+    val: ValSamplingSection = section(ValSamplingSection, "sampling for validation")
+
+    def __post_init__(self) -> None:
+        p = Problems()
+        p.require(
+            self.temperature > 0, "temperature", self.temperature,
+            "it must be over 0 to train (log-probs are of logits/temperature); "
+            "rollout.val.temperature may be 0",
+        )  # fmt: skip
+        p.positive(
+            n=self.n,
+            max_response_length=self.max_response_length,
+            max_running_requests=self.max_running_requests,
+            sync_bucket_bytes=self.sync_bucket_bytes,
+            timeout_s=self.timeout_s,
+        )
+        p.require(0 < self.top_p <= 1, "top_p", self.top_p, "it must lie in (0, 1]")
+        p.require(self.top_k == -1 or self.top_k > 0, "top_k", self.top_k, "-1, or over 0")
+        p.within(0.05, 0.95, gpu_memory_utilization=self.gpu_memory_utilization)
+        p.done()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmSection:
+    """Advantages and the KL penalty inside the reward."""
+
+    adv_estimator: Literal["gae"] = opt(
+        "gae", "how advantages are estimated", verl="algorithm.adv_estimator"
+    )
+    gamma: float = opt(1.0, "discount a token", verl="algorithm.gamma")
+    lam: float = opt(1.0, "GAE's lambda", verl="algorithm.lam")
+    whiten_advantages: bool = opt(
+        True, "advantages get mean 0 and variance 1 over all trained tokens of all ranks"
+    )
+    bootstrap_truncated: bool = opt(
+        False, "a response cut at its length limit ends with the critic's value instead of 0"
+    )
+    use_kl_in_reward: bool = opt(
+        False, "subtract kl_coef * KL from each token's reward", verl="algorithm.use_kl_in_reward"
+    )
+    kl_penalty: str = opt("kl", "kind of KL in the reward", verl="algorithm.kl_penalty")
+    kl_ctrl: Literal["fixed", "adaptive"] = opt(
+        "fixed", "adaptive steers kl_coef towards target_kl", verl="algorithm.kl_ctrl.type"
+    )
+    kl_coef: float = opt(0.001, "(initial) coefficient", verl="algorithm.kl_ctrl.kl_coef")
+    target_kl: float = opt(
+        0.1, "nats: mean over a sample's tokens", verl="algorithm.kl_ctrl.target_kl"
+    )
+    horizon: float = opt(10000.0, "samples; speed of control", verl="algorithm.kl_ctrl.horizon")
+
+    def __post_init__(self) -> None:
+        p = Problems()
+        p.within(0, 1, gamma=self.gamma, lam=self.lam)
+        p.not_negative(kl_coef=self.kl_coef)
+        p.positive(target_kl=self.target_kl, horizon=self.horizon)
+        _check_kl_kind(p, "kl_penalty", self.kl_penalty)
+        p.done()
+
+
+KL_KINDS = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
+
+
+def _check_kl_kind(p: Problems, field: str, kind: str) -> None:
+    known = kind.removesuffix("+") in KL_KINDS
+    p.require(known, field, kind, f"known: {', '.join(KL_KINDS)}, each also with a trailing '+'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSection:
+    """Adam with decoupled weight decay, in Megatron's DistributedOptimizer."""
+
+    lr: float = opt(1e-6, "peak learning rate", verl=A + "optim.lr")
+    min_lr: float = opt(0.0, "rate at the end of the decay", verl=A + "optim.min_lr")
+    lr_warmup_steps: int = opt(
+        0, "optimizer steps of linear warm-up", verl=A + "optim.lr_warmup_steps"
+    )
+    lr_decay_style: Literal["constant", "linear", "cosine"] = opt(
+        "constant", "shape after the warm-up", verl=A + "optim.lr_decay_style"
+    )
+    weight_decay: float = opt(
+        0.01, "decay of matrices; norms and biases are spared", verl=A + "optim.weight_decay"
+    )
+    beta1: float = opt(0.9, "Adam's first-moment decay")
+    beta2: float = opt(0.95, "Adam's second-moment decay")
+    eps: float = opt(1e-8, "Adam's epsilon")
+    clip_grad: float = opt(1.0, "largest gradient norm; 0 does not clip", verl=A + "grad_clip")
+
+    def __post_init__(self) -> None:
+        p = Problems()
+        p.not_negative(
+            lr=self.lr,
+            min_lr=self.min_lr,
+            lr_warmup_steps=self.lr_warmup_steps,
+            weight_decay=self.weight_decay,
+            clip_grad=self.clip_grad,
+        )
+        p.require(self.min_lr <= self.lr, "min_lr", self.min_lr, f"it is over lr ({self.lr})")
+        for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
+            p.require(0 <= beta < 1, name, beta, "it must lie in [0, 1)")
+        p.positive(eps=self.eps)
+        p.done()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorSection:
+    """The policy's loss and its optimizer."""
+
+    optim: OptimizerSection = section(OptimizerSection, "the actor's optimizer")
+    clip_ratio: float = opt(0.2, "PPO's epsilon, both sides", verl=A + "clip_ratio")
+    clip_ratio_low: float | None = opt(
+        None, "lower epsilon; clip_ratio if not set", verl=A + "clip_ratio_low"
+    )
+    clip_ratio_high: float | None = opt(
+        None, "upper epsilon; clip_ratio if not set", verl=A + "clip_ratio_high"
+    )
+    clip_ratio_c: float = opt(
+        3.0, "dual clip: bound on the ratio where the advantage is negative", verl=A + "clip_ratio_c"
+    )
+    entropy_coeff: float = opt(
+        0.0, "entropy times this is subtracted from the loss", verl=A + "entropy_coeff"
+    )
+    use_kl_loss: bool = opt(
+        True, "add kl_loss_coef * KL to the reference to the loss", verl=A + "use_kl_loss"
+    )
+    kl_loss_coef: float = opt(0.001, "coefficient of the KL loss", verl=A + "kl_loss_coef")
+    kl_loss_type: str = opt("low_var_kl", "kind of KL in the loss", verl=A + "kl_loss_type")
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = opt(
+        "token-mean", "what the loss is a mean of", verl=A + "loss_agg_mode"
+    )
+    ppo_epochs: int = opt(1, "passes over a step's samples", verl=A + "ppo_epochs")
+    mini_batch_size: int = opt(
+        64, "prompts an optimizer step, all ranks", verl=A + "ppo_mini_batch_size"
+    )
+    micro_batch_size: int = opt(
+        8, "samples a forward pass on one DP rank", verl=A + "ppo_micro_batch_size_per_gpu"
+    )
+
+    @property
+    def clip_low(self) -> float:
+        """Lower epsilon in force."""
+        return self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
+
+    @property
+    def clip_high(self) -> float:
+        """Upper epsilon in force."""
+        return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
+
+    def __post_init__(self) -> None:
+        p = Problems()
+        p.require(0 < self.clip_low < 1, "clip_ratio_low", self.clip_low, "it must lie in (0, 1)")
+        p.positive(clip_ratio_high=self.clip_high)
+        p.require(self.clip_ratio_c > 1, "clip_ratio_c", self.clip_ratio_c, "it must be over 1")
+        p.not_negative(entropy_coeff=self.entropy_coeff, kl_loss_coef=self.kl_loss_coef)
+        _check_kl_kind(p, "kl_loss_type", self.kl_loss_type)
+        p.positive(
+            ppo_epochs=self.ppo_epochs,
+            mini_batch_size=self.mini_batch_size,
+            micro_batch_size=self.micro_batch_size,
+        )
+        p.done()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticSection:
+    """The value model: a model of its own with a scalar head."""
+
+    path: str = opt("", "Hugging Face folder; the actor's if empty", verl="critic.model.path")
+    optim: OptimizerSection = section(OptimizerSection, "the critic's optimizer")
+    cliprange_value: float = opt(
+        0.5, "values move at most this far from the old ones; 0 does not clip",
+        verl="critic.cliprange_value",
+    )  # fmt: skip
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = opt(
+        "token-mean", "what the loss is a mean of", verl="critic.loss_agg_mode"
+    )
+    micro_batch_size: int = opt(
+        8, "samples a forward pass on one DP rank", verl="critic.ppo_micro_batch_size_per_gpu"
+    )
+
+    def __post_init__(self) -> None:
+        p = Problems()
+        p.not_negative(cliprange_value=self.cliprange_value)
+        p.positive(micro_batch_size=self.micro_batch_size)
+        p.done()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceSection:
+    """The frozen policy that KL is measured against; built only where a KL term is used."""
+
+    path: str = opt("", "Hugging Face folder; the actor's if empty")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSection:
+    """Rewards are chosen by each row's `data_source`."""
+
+    gsm8k_method: Literal["strict", "flexible"] = opt(
+        "strict", "strict needs '#### N'; flexible falls back to the last number"
+    )
+    num_threads: int = opt(4, "responses scored at once on a rank", verl="reward_model.num_workers")
+    max_error_rate: float = opt(
+        0.05, "share of responses whose reward may fail in a step before the run stops"
+    )
+
+    def __post_init__(self) -> None:
+        p = Problems()
+        p.positive(num_threads=self.num_threads)
+        p.within(0, 1, max_error_rate=self.max_error_rate)
+        p.done()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelSection:
+    """Ranks = TP x PP x CP x DP; DP is what is left."""
+
+    tp: int = opt(1, "tensor parallel size", verl=A + "megatron.tensor_model_parallel_size")
+    pp: int = opt(1, "pipeline stages", verl=A + "megatron.pipeline_model_parallel_size")
+    cp: int = opt(1, "context parallel size", verl=A + "megatron.context_parallel_size")
+    ep: int = opt(1, "expert parallel size", verl=A + "megatron.expert_model_parallel_size")
+    sequence_parallel: bool = opt(
+        False, "split activations over TP outside the matrix products",
+        verl=A + "megatron.sequence_parallel",
+    )  # fmt: skip
+    overlap_grad_reduce: bool = opt(
+        False, "reduce-scatter gradients while the backward pass goes on"
+    )
+    overlap_param_gather: bool = opt(
+        False, "all-gather parameters while the next forward pass goes on"
+    )
+
+    def __post_init__(self) -> None:
+        p = Problems()
+        p.positive(tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep)
+        p.require(self.cp == 1, "cp", self.cp, "context parallel is not in this version; use 1")
+        p.require(self.ep == 1, "ep", self.ep, "expert parallel is not in this version; use 1")
+        p.require(
+            not self.sequence_parallel or self.tp > 1,
+            "sequence_parallel", self.sequence_parallel, "it needs parallel.tp over 1",
+        )  # fmt: skip
+        p.require(
+            not self.overlap_param_gather or self.overlap_grad_reduce,
+            "overlap_param_gather", self.overlap_param_gather,
+            "it needs parallel.overlap_grad_reduce",
+        )  # fmt: skip
+        p.done()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerSection:
+    """How long, how often, where to."""
+
+    run_dir: str = opt("runs/default", "the run's folder", verl="trainer.default_local_dir")
+    seed: int = opt(1, "of data order, sampling and new weights")
+    total_steps: int = opt(
+        0, "steps in all; 0: as many as total_epochs gives", verl="trainer.total_training_steps"
+    )
+    total_epochs: int = opt(1, "passes over the data", verl="trainer.total_epochs")
+    test_freq: int = opt(10, "validate every so many steps; 0: never", verl="trainer.test_freq")
+    val_before_train: bool = opt(
+        True, "validate before the first step", verl="trainer.val_before_train"
+    )
+    save_freq: int = opt(20, "checkpoint every so many steps; 0: never", verl="trainer.save_freq")
+    critic_warmup: int = opt(
+        0, "steps in which the critic alone is trained", verl="trainer.critic_warmup"
+    )
+    rollouts_per_step: int = opt(32, "samples written to rollouts/ a step; -1: all; 0: none")
+    distributed_timeout_s: float = opt(1800.0, "a collective that takes longer has failed")
+
+    def __post_init__(self) -> None:
+        p = Problems()
+        p.require(bool(self.run_dir), "run_dir", self.run_dir, "name a folder")
+        p.not_negative(
+            seed=self.seed,
+            total_steps=self.total_steps,
+            test_freq=self.test_freq,
+            save_freq=self.save_freq,
+            critic_warmup=self.critic_warmup,
+        )
+        p.positive(
+            total_epochs=self.total_epochs, distributed_timeout_s=self.distributed_timeout_s
+        )
+        p.require(
+            self.rollouts_per_step >= -1, "rollouts_per_step", self.rollouts_per_step, "-1 or more"
+        )
+        p.done()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSection:
+    """Saving, resuming and the final export."""
+
+    resume: Literal["auto", "never"] = opt(
+        "auto", "auto goes on from checkpoints/latest; never refuses a folder that has any",
+        verl="trainer.resume_mode",
+    )  # fmt: skip
+    keep: int = opt(2, "newest checkpoints kept", verl="trainer.max_actor_ckpt_to_keep")
+    export_hf: bool = opt(True, "write the actor as a Hugging Face folder at the end")
+
+    def __post_init__(self) -> None:
+        p = Problems()
+        p.positive(keep=self.keep)
+        p.done()
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardSection:
+    """Conditions that stop a run (exit code 3) because going on would train on wrong numbers."""
+
+    max_log_prob_diff: float = opt(
+        0.5, "largest mean |engine - trainer| log-prob difference of a step, nats; 0 does not check"
+    )
+
+    def __post_init__(self) -> None:
+        p = Problems()
+        p.not_negative(max_log_prob_diff=self.max_log_prob_diff)
+        p.done()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The whole of a run."""
+
+    device: Literal["auto", "cpu", "cuda"] = opt(
+        "auto", "cuda: NCCL, Transformer Engine; cpu: gloo, local layers; auto: cuda where there is one",
+        verl="trainer.device",
+    )  # fmt: skip
+    model: ModelSection = section(ModelSection, "actor")
+    data: DataSection = section(DataSection, "prompts")
+    rollout: RolloutSection = section(RolloutSection, "generation")
+    algorithm: AlgorithmSection = section(AlgorithmSection, "advantages")
+    actor: ActorSection = section(ActorSection, "policy loss")
+    critic: CriticSection = section(CriticSection, "value model")
+    reference: ReferenceSection = section(ReferenceSection, "reference policy")
+    reward: RewardSection = section(RewardSection, "rewards")
+    parallel: ParallelSection = section(ParallelSection, "layout")
+    trainer: TrainerSection = section(TrainerSection, "run")
+    checkpoint: CheckpointSection = section(CheckpointSection, "saving")
+    guard: GuardSection = section(GuardSection, "guards")
+    loggers: list[str] = opt(
+        ["console", "jsonl", "tensorboard"], "where metrics go", verl="trainer.logger"
+    )
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether any term needs the reference's log-probs."""
+        in_loss = self.actor.use_kl_loss and self.actor.kl_loss_coef > 0
+        return in_loss or self.algorithm.use_kl_in_reward

@@ -1,0 +1,276 @@
+"""Ranks, degrees and groups of one run: TP x PP x CP x DP, tensor parallel innermost.
+
+Megatron owns the groups that carry tensors of the model. Ours carry Python objects and statistics over
+gloo, on CPU, so that they never queue behind device work and have a time limit of their own.
+Left out: expert and virtual-pipeline degrees, which this version does not offer.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megappo.distributed import cpu_backend
+from megappo.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchEnvironment:
+    """What torchrun told this process; one process alone is a world of its own."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+    @classmethod
+    def read(cls) -> LaunchEnvironment:
+        """Reads torchrun's variables, the only place that does.
+
+        Raises:
+            UserError: only some of them are set, or not numbers.
+        """
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        found = {n: os.environ[n] for n in names if n in os.environ}
+        if not found:
+            return cls(rank=0, world_size=1, local_rank=0)
+        if len(found) < len(names) or not all(v.isdigit() for v in found.values()):
+            raise UserError(
+                f"the environment has {found}, but {', '.join(names)} must all be set to numbers: "
+                "start with torchrun, or unset them"
+            )
+        return cls(
+            rank=int(found["RANK"]),
+            world_size=int(found["WORLD_SIZE"]),
+            local_rank=int(found["LOCAL_RANK"]),
+        )
+
+
+def resolve_device(requested: str) -> str:
+    """`cpu` or `cuda` for a config's `device`.
+
+    Raises:
+        UserError: cuda is asked for and there is none.
+    """
+    available = torch.cuda.is_available()
+    if requested == "cuda" and not available:
+        raise UserError("device is 'cuda': PyTorch finds no CUDA device here; use device=cpu")
+    if requested == "auto":
+        return "cuda" if available else "cpu"
+    return requested
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelContext:
+    """This rank's place in the layout. Built by `start`; passed as an argument, never global."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    tp: int
+    pp: int
+    cp: int
+    dp: int
+    tp_rank: int
+    pp_rank: int
+    cp_rank: int
+    dp_rank: int
+    world_group: Any
+    """gloo, all ranks"""
+    model_group: Any
+    """gloo, the TP x PP x CP ranks that hold one replica and train on the same samples"""
+    data_group: Any
+    """gloo, ranks with the same shard of the model over DP"""
+
+    @property
+    def is_main(self) -> bool:
+        """The rank that talks to the user and writes the run's shared files."""
+        return self.rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether logits, values and losses come into being on this rank."""
+        return self.pp_rank == self.pp - 1
+
+    @property
+    def model_rank(self) -> int:
+        """This rank's number inside its replica: TP fastest, then CP, then PP."""
+        return self.tp_rank + self.tp * (self.cp_rank + self.cp * self.pp_rank)
+
+    @property
+    def model_size(self) -> int:
+        """Ranks of one replica."""
+        return self.tp * self.cp * self.pp
+
+    @property
+    def reports_losses(self) -> bool:
+        """True on exactly one rank of each replica, one that has the losses."""
+        return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
+
+
+def start(
+    launch: LaunchEnvironment, *, device: str, tp: int, pp: int, cp: int, seed: int, timeout_s: float
+) -> ParallelContext:
+    """Joins the process group and builds all groups. Collective over the world.
+
+    Args:
+        device: `cpu` (gloo) or `cuda` (NCCL; the device of this local rank).
+        seed: of Megatron's random streams.
+        timeout_s: limit of one collective, seconds.
+    """
+    cpu_backend.install(device)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    _join(launch, device, timeout)
+    place = torch.device("cuda", launch.local_rank) if device == "cuda" else torch.device("cpu")
+
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        context_parallel_size=cp,
+        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    torch.manual_seed(seed)
+    dp = launch.world_size // (tp * pp * cp)
+    return ParallelContext(
+        rank=launch.rank,
+        world_size=launch.world_size,
+        local_rank=launch.local_rank,
+        device=place,
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        dp=dp,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        world_group=dist.new_group(backend="gloo", timeout=timeout),
+        model_group=_model_group(launch.rank, tp=tp, cp=cp, dp=dp, pp=pp, timeout=timeout),
+        data_group=parallel_state.get_data_parallel_group_gloo(),
+    )
+
+
+def _join(launch: LaunchEnvironment, device: str, timeout: datetime.timedelta) -> None:
+    backend = "nccl" if device == "cuda" else "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(launch.local_rank)
+    if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+        )
+    else:
+        dist.init_process_group(backend, timeout=timeout)
+
+
+def _model_group(
+    rank: int, *, tp: int, cp: int, dp: int, pp: int, timeout: datetime.timedelta
+) -> Any:
+    """One gloo group a replica. Every rank takes part in making every group."""
+    mine = None
+    for d in range(dp):
+        ranks = [
+            t + tp * (c + cp * (d + dp * p))
+            for p in range(pp)
+            for c in range(cp)
+            for t in range(tp)
+        ]
+        group = dist.new_group(ranks, backend="gloo", timeout=timeout)
+        if rank in ranks:
+            mine = group
+    assert mine is not None
+    return mine
+
+
+def check_launch(context: ParallelContext, *, nodes: int | None = None) -> None:
+    """Every rank sees the same world. Collective over the world.
+
+    A launcher that falls back to localhost on each of several nodes makes as many worlds of one;
+    where the number of nodes is known, that is caught here.
+    """
+    if nodes is None:
+        return
+    hosts = {name for name in all_gather_objects(socket.gethostname(), context.world_group)}
+    if len(hosts) != nodes:
+        raise UserError(f"{nodes} nodes were started but {len(hosts)} joined: {sorted(hosts)}")
+
+
+def all_gather_objects(value: Any, group: Any) -> list[Any]:
+    """Each rank's object, in group order. Collective over `group` (gloo). For control data only."""
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+def tensor_parallel_group() -> Any:
+    """The ranks that split this rank's matrices, as Megatron's collectives use them."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def barrier(context: ParallelContext) -> None:
+    """Collective over the world."""
+    dist.barrier(group=context.world_group)
+
+
+def broadcast_from_main(value: Any, context: ParallelContext) -> Any:
+    """Rank 0's object on every rank. Collective over the world."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0, group=context.world_group)
+    return box[0]
+
+
+def any_rank(flag: bool, context: ParallelContext) -> bool:
+    """Whether the flag is set on any rank. Collective over the world."""
+    box = torch.tensor(int(flag))
+    dist.all_reduce(box, op=dist.ReduceOp.MAX, group=context.world_group)
+    return bool(box.item())
+
+
+def sum_over_data(values: Tensor, context: ParallelContext) -> Tensor:
+    """Sum of a CPU tensor over DP; equal on all ranks of a replica. Collective over DP."""
+    total = values.clone()
+    dist.all_reduce(total, group=context.data_group)
+    return total
+
+
+def stop(context: ParallelContext) -> None:
+    """Leaves all groups. Collective over the world after a run that went well."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+@contextmanager
+def all_ranks_or_none(context: ParallelContext, what: str) -> Iterator[None]:
+    """Runs a block in which one rank alone may fail; then every rank raises, naming that rank.
+
+    Collective over the world. For parts without collectives of their own (an engine's start, a file
+    that only rank 0 writes), where the others would otherwise wait until a time-out.
+    """
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        problem = error
+    summary = f"{type(problem).__name__}: {problem}" if problem else None
+    told = all_gather_objects(summary, context.world_group)
+    if problem is not None:
+        raise problem
+    failed = [(rank, text) for rank, text in enumerate(told) if text]
+    if failed:
+        rank, text = failed[0]
+        raise RuntimeError(f"{what} failed on rank {rank}: {text}")

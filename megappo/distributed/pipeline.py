@@ -1,0 +1,129 @@
+"""Megatron's forward-backward schedules behind two calls: forward only, and forward with backward.
+
+The schedule (none, 1F1B) is chosen by the pipeline size alone. Losses go in as masked SUMS with their
+counts: Megatron's three-value form, in which gradients are divided once, by the count over all
+micro-batches and all DP and CP ranks. Its two-value form averages means of micro-batches, which
+depends on how a mini-batch is split, and is never used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from megappo.distributed.metrics import Tally
+
+Input = TypeVar("Input")
+Output = TypeVar("Output")
+
+ModelCall = Callable[[torch.nn.Module, Input], Tensor]
+"""Runs one chunk on one micro-batch: the hidden state between stages, logits or values on the last."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossSum:
+    """One micro-batch's loss on this rank."""
+
+    total: Tensor
+    """0-dim, attached to the graph: a sum, not a mean."""
+    denominator: Tensor
+    """0-dim int: what the sum over all micro-batches and ranks is divided by, this micro-batch's part."""
+    tally: Tally
+
+
+def run_forward(
+    chunks: Sequence[torch.nn.Module],
+    inputs: Sequence[Input],
+    *,
+    call: ModelCall[Input],
+    finish: Callable[[Tensor, Input], Output],
+    max_tokens: int,
+) -> list[Output]:
+    """Forward passes without gradients.
+
+    Collective over the replica; every rank passes equally many inputs.
+
+    Returns:
+        `finish(output, input)` of each micro-batch on the last stage, an empty list elsewhere.
+    """
+
+    def step(iterator: Any, module: torch.nn.Module) -> tuple[Tensor, Callable[..., Output]]:
+        item = next(iterator)
+        output = call(module, item)
+        return output, lambda result, non_loss_data: finish(result, item)
+
+    with torch.no_grad():
+        return _run(chunks, inputs, step, max_tokens, forward_only=True)
+
+
+def run_forward_backward(
+    chunks: Sequence[torch.nn.Module],
+    inputs: Sequence[Input],
+    *,
+    call: ModelCall[Input],
+    loss: Callable[[Tensor, Input], LossSum],
+    max_tokens: int,
+) -> Tally:
+    """Forward and backward passes; gradients are left reduced and divided in the main-grad buffers.
+
+    Collective over the replica and over DP (gradients are reduce-scattered at the end).
+
+    Returns:
+        The tally of all micro-batches on the last stage, an empty one elsewhere.
+    """
+
+    def step(iterator: Any, module: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+        item = next(iterator)
+        output = call(module, item)
+
+        def three_values(result: Tensor) -> tuple[Tensor, Tensor, Tally]:
+            made = loss(result, item)
+            return made.total, made.denominator.to(torch.int), made.tally
+
+        return output, three_values
+
+    merged = Tally()
+    for tally in _run(chunks, inputs, step, max_tokens, forward_only=False):
+        merged.merge(tally)
+    return merged
+
+
+def _run(
+    chunks: Sequence[torch.nn.Module],
+    inputs: Sequence[Input],
+    step: Callable[..., Any],
+    max_tokens: int,
+    *,
+    forward_only: bool,
+) -> list[Any]:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    assert len(chunks) == 1, "virtual pipeline stages are not offered"
+    schedule = get_forward_backward_func()
+    # seq_length only sizes buffers of fixed-shape pipelines; ours exchange shapes (variable_seq_lengths).
+    result: list[Any] = schedule(
+        forward_step_func=step,
+        data_iterator=iter(inputs),
+        model=chunks[0],
+        num_microbatches=len(inputs),
+        seq_length=max_tokens,
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+    return result
+
+
+def broadcast_from_last_stage(value: Tensor) -> Tensor:
+    """The last stage's tensor on every stage, in place. Collective over the pipeline group."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if group.size() > 1:
+        last = parallel_state.get_pipeline_model_parallel_last_rank()
+        torch.distributed.broadcast(value, src=last, group=group)
+    return value

@@ -1,0 +1,45 @@
+"""`python -m megappo.launch --nproc-per-node N CONFIG.yaml [key=value …]`: torchrun on this node, with
+exit codes kept.
+
+torchrun itself turns every failure of a rank into exit code 1 and a traceback of its own. This runs the
+same launcher in-process and passes on the code of the rank that failed first, so that 2 (bad config),
+3 (guard) and 75 (resumable) reach scripts and Slurm. All of torchrun's options may stand before the
+config.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from megappo.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Starts the ranks and returns the run's exit code."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import get_args_parser, run
+
+    before, after = _split(arguments)
+    if not after:
+        sys.stderr.write("usage: python -m megappo.launch [torchrun options] CONFIG.yaml [key=value ...]\n")
+        return EXIT_USAGE
+    args = get_args_parser().parse_args([*before, "-m", "megappo.train", *after])
+    try:
+        run(args)
+    except ChildFailedError as error:
+        code = int(error.get_first_failure()[1].exitcode)
+        return code if code > 0 else EXIT_FAILED
+    return EXIT_DONE
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """torchrun's options, and from the first YAML file on the run's own arguments."""
+    for i, text in enumerate(arguments):
+        if text.endswith((".yaml", ".yml")):
+            return list(arguments[:i]), list(arguments[i:])
+    return list(arguments), []
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,59 @@
+"""Where a run's numbers go. Each logger is one file and one registration line here.
+
+Only rank 0 makes loggers. A step's metrics are already reduced over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TextIO
+
+from megappo.registry import Registry
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggerSettings:
+    """What a logger may need to know."""
+
+    run_dir: Path
+    first_step: int
+    """Steps from here on are new; what an earlier, longer run wrote beyond it is dropped."""
+    total_steps: int
+    terminal: TextIO
+    """The user's screen: the process's own stdout goes to a log file."""
+
+
+class Logger(Protocol):
+    """Takes one mapping a step."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes a step's metrics, `section/name` -> number."""
+
+    def close(self) -> None:
+        """Flushes and lets go of files."""
+
+
+LOGGERS: Registry[Callable[[LoggerSettings], Logger]] = Registry("logger")
+
+
+@LOGGERS.register("console")
+def _console(settings: LoggerSettings) -> Logger:
+    from megappo.loggers.console import ConsoleLogger
+
+    return ConsoleLogger(settings)
+
+
+@LOGGERS.register("jsonl")
+def _jsonl(settings: LoggerSettings) -> Logger:
+    from megappo.loggers.jsonl import JsonlLogger
+
+    return JsonlLogger(settings)
+
+
+@LOGGERS.register("tensorboard")
+def _tensorboard(settings: LoggerSettings) -> Logger:
+    from megappo.loggers.tensorboard import TensorBoardLogger
+
+    return TensorBoardLogger(settings)

@@ -1,0 +1,219 @@
+"""Builds Megatron-Core models from a `ModelSpec`.
+
+Megatron is imported inside the functions: `cpu_backend.install` must come first, and
+`check_layout` and `padded_vocab_size` serve `megappo check` and the planner, which do without it.
+Left out: mixture of experts, multi-latent attention, FP8.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.nn.functional as F
+
+from megappo.errors import ModelError
+from megappo.models.name_map import Head
+from megappo.models.rope import inverse_frequencies
+from megappo.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+Recompute = Literal["none", "selective", "full"]
+
+
+def check_layout(spec: ModelSpec, *, tp: int, pp: int, vp: int = 1) -> None:
+    """Checks that the model divides evenly over tensor and pipeline ranks.
+
+    Args:
+        spec: The model.
+        tp: Tensor-parallel ranks.
+        pp: Pipeline-parallel ranks.
+        vp: Model chunks on each pipeline rank.
+
+    Raises:
+        ModelError: with both numbers of the first division that has a remainder.
+    """
+    for what, count in (
+        ("query heads", spec.num_heads),
+        ("key-value heads", spec.num_kv_heads),
+        ("MLP columns (intermediate_size)", spec.ffn_hidden_size),
+    ):
+        if count % tp:
+            raise ModelError(
+                f"{what} must divide over the tensor-parallel ranks: {count} over {tp}; "
+                f"choose a tensor_parallel_size that divides {count}"
+            )
+    if spec.num_layers % (pp * vp):
+        raise ModelError(
+            f"layers must divide over the pipeline's chunks: {spec.num_layers} over {pp} ranks "
+            f"x {vp} chunks; choose sizes whose product divides {spec.num_layers}"
+        )
+
+
+def padded_vocab_size(vocab_size: int, *, tp: int) -> int:
+    """Rows of the embedding over all TP ranks: the next multiple of `tp`."""
+    return -(-vocab_size // tp) * tp
+
+
+def transformer_config(
+    spec: ModelSpec,
+    *,
+    tp: int,
+    pp: int,
+    cp: int = 1,
+    vp: int = 1,
+    sequence_parallel: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    recompute: Recompute = "none",
+    gradient_accumulation_fusion: bool = False,
+) -> TransformerConfig:
+    """Megatron's description of the model and its layout.
+
+    Args:
+        spec: The model.
+        tp: Tensor-parallel ranks.
+        pp: Pipeline-parallel ranks.
+        cp: Context-parallel ranks.
+        vp: Model chunks on each pipeline rank.
+        sequence_parallel: Split norms and dropout over the TP ranks; without effect at `tp` 1.
+        dtype: Of the parameters and activations.
+        device: `cpu` takes Megatron's local layers, `cuda` those of Transformer Engine.
+        recompute: Activations computed again in the backward pass: none, those of the core
+            attention, or all within a layer.
+        gradient_accumulation_fusion: Add weight gradients within the matrix product; needs
+            Apex's kernel.
+
+    Raises:
+        ModelError: the model does not divide over the layout.
+    """
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    check_layout(spec, tp=tp, pp=pp, vp=vp)
+    on_cuda = device == "cuda"
+    full = {"recompute_method": "uniform", "recompute_num_layers": 1} if recompute == "full" else {}
+    return TransformerConfig(
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        ffn_hidden_size=spec.ffn_hidden_size,
+        num_attention_heads=spec.num_heads,
+        num_query_groups=spec.num_kv_heads,
+        kv_channels=spec.head_dim,
+        add_qkv_bias=spec.qkv_bias,
+        qk_layernorm=spec.qk_norm,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        layernorm_epsilon=spec.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        attention_softmax_in_fp32=True,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vp if vp > 1 else None,
+        context_parallel_size=cp,
+        sequence_parallel=sequence_parallel and tp > 1,
+        # Packed rows differ in length, so stages announce shapes; Megatron then insists on the
+        # all-to-all dispatcher even for dense models (transformer_config.py:1828).
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        # Interleaved stages give wrong results with batched sends in megatron-core 0.16.1.
+        overlap_p2p_comm=vp > 1,
+        batch_p2p_comm=vp == 1,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        calculate_per_token_loss=True,
+        # Every parameter is filled from the folder, so none is drawn first.
+        perform_initialization=False,
+        use_cpu_initialization=not on_cuda,
+        transformer_impl="transformer_engine" if on_cuda else "local",
+        bias_activation_fusion=on_cuda,
+        bias_dropout_fusion=on_cuda,
+        apply_rope_fusion=on_cuda,
+        masked_softmax_fusion=on_cuda,
+        gradient_accumulation_fusion=gradient_accumulation_fusion,
+        persist_layer_norm=on_cuda,
+        cuda_graph_scope=[],
+        recompute_granularity=None if recompute == "none" else recompute,
+        **full,
+    )
+
+
+def build_chunk(
+    spec: ModelSpec,
+    config: TransformerConfig,
+    *,
+    head: Head,
+    pre_process: bool,
+    post_process: bool,
+    vp_stage: int | None = None,
+    value_head_std: float = 0.0,
+    value_head_seed: int = 0,
+) -> GPTModel:
+    """One pipeline stage, or one of its chunks, with parameters that are not yet filled.
+
+    Collective over the embedding group (first and last stage) when the model is tied and `pp` > 1.
+
+    Args:
+        spec: The model.
+        config: From `transformer_config`.
+        head: `lm` gives logits [B, S, V / TP], `value` gives values [B, S] float32.
+        pre_process: The chunk holds the embedding.
+        post_process: The chunk holds the last norm and the head.
+        vp_stage: Number of the chunk on this rank, None without interleaving.
+        value_head_std: Spread of a new value head; see `ValueHead`.
+        value_head_seed: Of a new value head.
+    """
+    from megatron.core.models.gpt import GPTModel
+
+    chunk = GPTModel(
+        config=config,
+        transformer_layer_spec=_block_spec(config, vp_stage),
+        vocab_size=padded_vocab_size(spec.vocab_size, tp=config.tensor_model_parallel_size),
+        max_sequence_length=spec.max_positions,
+        pre_process=pre_process,
+        post_process=post_process,
+        parallel_output=True,
+        share_embeddings_and_output_weights=spec.tied and head == "lm",
+        position_embedding_type="rope",
+        vp_stage=vp_stage,
+    )
+    # Megatron's own formulas know one set of llama3 numbers only.
+    rotary = chunk.rotary_pos_emb
+    rotary.inv_freq = inverse_frequencies(spec.rope, spec.head_dim).to(rotary.inv_freq.device)
+    if head == "value" and post_process:
+        from megappo.models.value_head import ValueHead
+
+        chunk.output_layer = ValueHead(config, std=value_head_std, seed=value_head_seed)
+    if not config.use_cpu_initialization:
+        chunk.cuda()
+    return chunk.to(config.params_dtype)
+
+
+def _block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of this chunk: Transformer Engine's, or local ones with our attention."""
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_block import (
+        TransformerBlockSubmodules,
+        get_num_layers_to_build,
+    )
+
+    from megappo.models.attention import PackedCausalAttention
+
+    if config.transformer_impl == "transformer_engine":
+        return gpt_layer_specs.get_gpt_decoder_block_spec(
+            config, use_transformer_engine=True, vp_stage=vp_stage
+        )
+    layer = gpt_layer_specs.get_gpt_layer_local_spec(
+        qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
+    layer.submodules.self_attention.submodules.core_attention = PackedCausalAttention
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=WrappedTorchNorm)

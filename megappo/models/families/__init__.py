@@ -1,0 +1,10 @@
+"""The model families that can be trained; each import registers one.
+
+To add one: write a file beside these that registers a `Family`, import it here, and add a tiny
+model of it to tests/distributed/tiny_models.py.
+"""
+
+from megappo.models.families import llama, mistral, qwen2, qwen3
+from megappo.models.families.base import FAMILIES, Family
+
+__all__ = ["FAMILIES", "Family", "llama", "mistral", "qwen2", "qwen3"]

@@ -1,0 +1,288 @@
+"""Fills Megatron chunks from a Hugging Face folder, and yields them as Hugging Face tensors again.
+
+Loading talks to no other rank: each reads its slices of the files. Exporting is collective over TP
+and PP and holds one full tensor at a time. Both are exact: a folder that is loaded and saved has
+equal bytes in every tensor. The table they share is in `name_map`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megappo.errors import ModelError
+from megappo.models.hf_folder import TensorFolder, write_folder
+from megappo.models.name_map import (
+    LM_HEAD,
+    OUTPUT_LAYER,
+    VALUE_HEAD,
+    Entry,
+    Head,
+    canonical_name,
+    hf_names,
+    tensor_map,
+)
+from megappo.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+__all__ = ["export_hf", "hf_names", "load_hf_weights", "save_hf"]
+
+# Old Llama folders store RoPE frequencies, which follow from config.json.
+_DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+
+
+def load_hf_weights(
+    chunks: Sequence[torch.nn.Module],
+    folder: str | Path,
+    spec: ModelSpec,
+    *,
+    head: Head = "lm",
+) -> None:
+    """Fills every parameter of this rank's chunks, each from the slice that belongs to the rank.
+
+    A value head is filled if the folder has `score.weight`, and keeps its initial weight if not.
+
+    Args:
+        chunks: From `build_chunk`, bare or wrapped by Megatron's DDP.
+        folder: The Hugging Face folder.
+        spec: Its architecture.
+        head: What the chunks were built with.
+
+    Raises:
+        ModelError: the folder lacks tensors, has others that the model has no place for, or has
+            one of another shape.
+    """
+    from megatron.core import parallel_state as ps
+
+    tp, rank = ps.get_tensor_model_parallel_world_size(), ps.get_tensor_model_parallel_rank()
+    with TensorFolder(folder) as tensors, torch.no_grad():
+        expected = _check_names(tensors, spec, head)
+        table = tensor_map(spec, head)
+        for name, parameter in _named_parameters(chunks):
+            entry = table[name]
+            if head == "value" and name == OUTPUT_LAYER and VALUE_HEAD not in expected:
+                continue
+            shard = _read_shard(tensors, entry, spec, tp, rank)
+            assert shard.shape == parameter.shape, (name, shard.shape, parameter.shape)
+            parameter.copy_(shard)
+
+
+def _check_names(tensors: TensorFolder, spec: ModelSpec, head: Head) -> dict[str, tuple[int, ...]]:
+    """Name and shape of the tensors that will be read; every other one must be known to be idle."""
+    found = {name for name in tensors.names() if not _DERIVED.fullmatch(name)}
+    expected = hf_names(spec, head=head)
+    if head == "value" and VALUE_HEAD not in found:
+        del expected[VALUE_HEAD]
+    # A critic may start from a language model, and a tied model may store its embedding twice.
+    idle = {LM_HEAD} if head == "value" or spec.tied else set()
+    missing, unknown = expected.keys() - found, found - expected.keys() - idle
+    if missing or unknown:
+        raise ModelError(
+            f"the weights in {tensors.folder} do not fit a {spec.model_type} model with "
+            f"{'a value head' if head == 'value' else 'a language-model head'}: "
+            f"missing {_listed(missing)}; unknown {_listed(unknown)}"
+        )
+    for name, shape in expected.items():
+        if tensors.shape(name) != shape:
+            raise ModelError(
+                f"{tensors.folder}: {name} has shape {list(tensors.shape(name))}, but this model "
+                f"needs {list(shape)}"
+            )
+    return expected
+
+
+def _listed(names: set[str]) -> str:
+    shown = ", ".join(sorted(names)[:5]) or "none"
+    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown
+
+
+def _named_parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Canonical name and tensor of each parameter on this rank; each name once."""
+    seen: set[str] = set()
+    for chunk in chunks:
+        model = _unwrap(chunk)
+        layers = model.decoder.layers
+        offset = layers[0].layer_number - 1 if len(layers) else 0
+        for local, parameter in model.named_parameters():
+            name = canonical_name(local, offset)
+            assert name not in seen, f"two parameters of this rank are {name}"
+            seen.add(name)
+            yield name, parameter
+
+
+def _unwrap(chunk: torch.nn.Module) -> GPTModel:
+    from megatron.core.distributed import DistributedDataParallel
+
+    return chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
+
+
+def _read_shard(tensors: TensorFolder, entry: Entry, spec: ModelSpec, tp: int, rank: int) -> Tensor:
+    """This rank's slice of one parameter."""
+    if entry.kind == "vocab":
+        return _read_vocab_rows(tensors, entry, tp, rank)
+    pieces = []
+    for name, shape in entry.parts:
+        if entry.tp_dim is None:
+            pieces.append(tensors.read(name))
+        else:
+            size = shape[entry.tp_dim] // tp
+            pieces.append(
+                tensors.read(name, dim=entry.tp_dim, start=rank * size, stop=(rank + 1) * size)
+            )
+    if entry.kind == "qkv":
+        return _merge_qkv(pieces, spec.num_kv_heads // tp)
+    return torch.cat(pieces) if entry.kind == "gate_up" else pieces[0]
+
+
+def _read_vocab_rows(tensors: TensorFolder, entry: Entry, tp: int, rank: int) -> Tensor:
+    """Rows of the padded vocabulary; padding is 0 and stays so, since it gets no gradient."""
+    ((name, (rows, columns)),) = entry.parts
+    size = -(-rows // tp)
+    real = tensors.read(name, start=min(rank * size, rows), stop=min((rank + 1) * size, rows))
+    return torch.cat([real, real.new_zeros(size - len(real), columns)])
+
+
+def _merge_qkv(parts: Sequence[Tensor], kv_heads: int) -> Tensor:
+    """Stacks rows as Megatron does: for each key-value head its query heads, the key, the value."""
+    grouped = [part.reshape(kv_heads, -1, *part.shape[1:]) for part in parts]
+    return torch.cat(grouped, dim=1).flatten(0, 1)
+
+
+def _split_qkv(rows: Tensor, spec: ModelSpec) -> list[Tensor]:
+    """Undoes `_merge_qkv` for the full tensor."""
+    grouped = rows.reshape(spec.num_kv_heads, -1, *rows.shape[1:])
+    queries = spec.num_heads // spec.num_kv_heads * spec.head_dim
+    parts = grouped.split([queries, spec.head_dim, spec.head_dim], dim=1)
+    return [part.flatten(0, 1) for part in parts]
+
+
+def export_hf(
+    chunks: Sequence[torch.nn.Module],
+    spec: ModelSpec,
+    *,
+    head: Head = "lm",
+    dtype: torch.dtype | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields every Hugging Face tensor of the model, complete, on every rank, one at a time.
+
+    Collective over the TP and PP groups: all of their ranks must take every item. A tensor may
+    share memory with a parameter; copy what is kept beyond the next item.
+
+    Args:
+        chunks: This rank's chunks, bare or wrapped by Megatron's DDP.
+        spec: The architecture.
+        head: What the chunks were built with.
+        dtype: Of the tensors, None for that of the parameters.
+
+    Yields:
+        Name and tensor, in the order of the layers.
+    """
+    mine = {name: parameter.detach() for name, parameter in _named_parameters(chunks)}
+    table = tensor_map(spec, head)
+    if head == "lm" and spec.tied:
+        # The last stage of a pipeline has a copy of the embedding under this name.
+        mine.pop(OUTPUT_LAYER, None)
+        del table[OUTPUT_LAYER]
+    owners = _owners(mine)
+    unowned, unmapped = table.keys() - owners.keys(), owners.keys() - table.keys()
+    assert not unowned, f"no rank holds {sorted(unowned)}"
+    assert not unmapped, f"these have no Hugging Face name: {sorted(unmapped)}"
+    for name, entry in table.items():
+        full = _gather(mine.get(name), owners[name], entry)
+        parts = _full_parts(full, entry, spec)
+        for (hf_name, _), part in zip(entry.parts, parts, strict=True):
+            yield hf_name, part.to(dtype or part.dtype).contiguous()
+
+
+Owner = tuple[int, torch.Size, torch.dtype, str]
+"""Pipeline stage that holds a parameter, and the shape, dtype and device kind of its TP shard."""
+
+
+def _owners(mine: dict[str, Tensor]) -> dict[str, Owner]:
+    """Who holds each parameter. Collective over the PP group."""
+    from megatron.core import parallel_state as ps
+
+    group, stage = ps.get_pipeline_model_parallel_group(), ps.get_pipeline_model_parallel_rank()
+    local = {name: (stage, t.shape, t.dtype, t.device.type) for name, t in mine.items()}
+    stages: list[dict[str, Owner]] = [{}] * group.size()
+    dist.all_gather_object(stages, local, group=group)
+    return {name: owner for held in stages for name, owner in held.items()}
+
+
+def _gather(shard: Tensor | None, owner: Owner, entry: Entry) -> Tensor:
+    """The full Megatron tensor on every rank. Collective over the PP and TP groups."""
+    from megatron.core import parallel_state as ps
+
+    stage, shape, dtype, device = owner
+    if shard is None:
+        shard = torch.empty(shape, dtype=dtype, device=device)
+    pp_group, tp_group = (
+        ps.get_pipeline_model_parallel_group(),
+        ps.get_tensor_model_parallel_group(),
+    )
+    if pp_group.size() > 1:
+        dist.broadcast(shard, dist.get_global_rank(pp_group, stage), group=pp_group)
+    if entry.tp_dim is None or tp_group.size() == 1:
+        return shard
+    shards = [torch.empty_like(shard) for _ in range(tp_group.size())]
+    dist.all_gather(shards, shard.contiguous(), group=tp_group)
+    if entry.kind != "gate_up":
+        return torch.cat(shards, dim=entry.tp_dim)
+    halves = [half for shard in shards for half in shard.chunk(2)]
+    return torch.cat(halves[::2] + halves[1::2])
+
+
+def _full_parts(full: Tensor, entry: Entry, spec: ModelSpec) -> list[Tensor]:
+    if entry.kind == "qkv":
+        return _split_qkv(full, spec)
+    if entry.kind == "gate_up":
+        return list(full.chunk(2))
+    return [full[: spec.vocab_size] if entry.kind == "vocab" else full]
+
+
+def save_hf(
+    chunks: Sequence[torch.nn.Module],
+    spec: ModelSpec,
+    source_folder: str | Path,
+    out: str | Path,
+    *,
+    head: Head = "lm",
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Writes a complete Hugging Face folder; global rank 0 writes, and all return when it is there.
+
+    Collective over all ranks.
+
+    Args:
+        chunks: This rank's chunks.
+        spec: The architecture.
+        source_folder: Where the model came from: its tokenizer and other side files are copied.
+        out: Folder to make; must not exist.
+        head: What the chunks were built with.
+        dtype: Of the written tensors, None for that of the parameters.
+        max_shard_bytes: Largest size of a weights file.
+
+    Raises:
+        ModelError: `out` exists.
+    """
+    # All ranks must raise, or those that do not would wait for rank 0 in the export.
+    exists = [dist.get_rank() == 0 and Path(out).exists()]
+    dist.broadcast_object_list(exists, src=0)
+    if exists[0]:
+        raise ModelError(f"{out} exists; choose a folder that does not, or move it away")
+    tensors = export_hf(chunks, spec, head=head, dtype=dtype)
+    if dist.get_rank() == 0:
+        write_folder(tensors, source_folder, out, head=head, max_shard_bytes=max_shard_bytes)
+    else:
+        for _ in tensors:
+            pass
+    dist.barrier()

@@ -1,0 +1,170 @@
+"""The policy: log-probs of its samples, and its update. Also the frozen reference.
+
+Log-probs are of logits / temperature, the distribution that the samples were drawn from. The pass
+before the update and the update itself use the same micro-batches, so that before the first
+optimizer step of a batch the probability ratio is exactly 1, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megappo.config.sections import ActorSection
+from megappo.distributed.grad_sync import Trainable
+from megappo.distributed.metrics import Tally
+from megappo.distributed.parallel import tensor_parallel_group
+from megappo.distributed.pipeline import LossSum, run_forward_backward
+from megappo.distributed.vocab_parallel import log_probs_and_entropy
+from megappo.ppo.losses import aggregation_weights, kl_loss, local_denominator, policy_loss
+from megappo.ppo.masking import masked_sum
+from megappo.roles.base import Network, call_model, longest
+from megappo.roles.micro_batch import MicroBatch
+from megappo.types import MiniBatch, RolloutBatch
+
+CHUNK_TOKENS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """A language model that gives log-probs; by itself the frozen reference."""
+
+    network: Network
+    chunks: Sequence[torch.nn.Module]
+    temperature: float
+
+    def log_probs(
+        self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, Tensor]:
+        """(log-probs, entropy), each [B, T] float32 on the CPU. Collective over the replica."""
+
+        def finish(logits: Tensor, micro: MicroBatch) -> list[Tensor]:
+            return list(self.token_log_probs(logits, micro, with_entropy=True))
+
+        log_probs, entropy = self.network.fill(
+            self.chunks, batch, micro_batches, finish, num_outputs=2
+        )
+        return log_probs, entropy
+
+    def token_log_probs(
+        self, logits: Tensor, micro: MicroBatch, *, with_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        """[1, S, V/TP] logits -> (log-probs, entropy), each [b, T]. Collective over TP.
+
+        Without `with_entropy` the entropy is 0 everywhere.
+        """
+        log_probs, entropy = log_probs_and_entropy(
+            logits[0],
+            micro.labels,
+            tp_group=tensor_parallel_group(),
+            vocab_size=self.network.spec.vocab_size,
+            temperature=self.temperature,
+            chunk_tokens=CHUNK_TOKENS,
+            with_entropy=with_entropy,
+        )
+        of_tokens = micro.to_responses(log_probs)
+        if entropy is None:
+            return of_tokens, torch.zeros_like(of_tokens)
+        return of_tokens, micro.to_responses(entropy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Actor:
+    """The policy that is trained."""
+
+    policy: Policy
+    trainable: Trainable
+    settings: ActorSection
+
+    MEANS = (
+        "actor/loss",
+        "actor/pg_loss",
+        "actor/pg_clipfrac",
+        "actor/pg_clipfrac_lower",
+        "actor/ppo_kl",
+        "actor/kl_loss",
+        "actor/update_entropy",
+    )
+    MAXIMA = ("actor/first_ratio_diff_max",)
+
+    def log_probs(
+        self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, Tensor]:
+        """See `Policy.log_probs`."""
+        return self.policy.log_probs(batch, micro_batches)
+
+    def update(self, mini: MiniBatch, tally: Tally, *, is_first: bool) -> float:
+        """One optimizer step on one mini-batch; returns the gradient norm before clipping.
+
+        Collective over the world.
+
+        Args:
+            mini: with old_log_probs, advantages and, for a KL loss, ref_log_probs.
+            tally: gets the metrics of this rank's tokens.
+            is_first: no step was taken since `old_log_probs`; their ratio is then measured.
+        """
+        network = self.policy.network
+        cuts = network.cut(mini.samples, mini.micro_batches)
+        self.trainable.zero_grad()
+        found = run_forward_backward(
+            self.trainable.chunks,
+            cuts,
+            call=call_model,
+            loss=lambda logits, micro: self._loss(logits, micro, is_first),
+            max_tokens=longest(cuts),
+        )
+        if network.context.reports_losses:
+            tally.merge(found)
+        return self.trainable.step()
+
+    def _loss(self, logits: Tensor, micro: MicroBatch, is_first: bool) -> LossSum:
+        s, samples = self.settings, micro.samples
+        device = logits.device
+        mask = samples.response_mask.to(device)
+        log_probs, entropy = self.policy.token_log_probs(
+            logits, micro, with_entropy=s.entropy_coeff > 0
+        )
+        assert samples.old_log_probs is not None and samples.advantages is not None
+        old = samples.old_log_probs.to(device)
+        pg = policy_loss(
+            log_probs,
+            old,
+            samples.advantages.to(device),
+            mask,
+            clip_ratio_low=s.clip_low,
+            clip_ratio_high=s.clip_high,
+            clip_ratio_c=s.clip_ratio_c,
+        )
+        weights = aggregation_weights(mask, s.loss_agg_mode)
+        denominator = local_denominator(mask, s.loss_agg_mode)
+        parts = {"actor/pg_loss": pg.loss}
+        loss = pg.loss
+        if s.entropy_coeff > 0:
+            parts["actor/update_entropy"] = torch.where(mask, entropy, 0.0)
+            loss = loss - s.entropy_coeff * parts["actor/update_entropy"]
+        if samples.ref_log_probs is not None and s.use_kl_loss:
+            kl = kl_loss(log_probs, samples.ref_log_probs.to(device), mask, kind=s.kl_loss_type)
+            parts["actor/kl_loss"] = kl.loss
+            loss = loss + s.kl_loss_coef * kl.loss
+        parts["actor/loss"] = loss
+        tally = Tally()
+        for name, part in parts.items():
+            total = masked_sum(part.detach() * weights, mask)
+            tally.add(name, total.item(), denominator.item())
+        for name, (total, count) in pg.metrics.items():
+            if f"actor/{name}" in self.MEANS:
+                tally.add(f"actor/{name}", total.item(), count.item())
+        if is_first:
+            tally.add_max("actor/first_ratio_diff_max", _ratio_diff(log_probs, old, mask))
+        return LossSum(
+            total=masked_sum(loss * weights, mask), denominator=denominator, tally=tally
+        )
+
+
+def _ratio_diff(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> float:
+    """Largest |exp(log-prob - old log-prob) - 1| over trained tokens; 0 if there is none."""
+    gap = torch.where(mask, log_probs.detach() - old_log_probs, 0.0).expm1().abs()
+    return gap.max().item() if gap.numel() else 0.0

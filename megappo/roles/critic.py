@@ -1,0 +1,111 @@
+"""The value model: values of its states, and its update. Values are never scaled by a temperature."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megappo.config.sections import CriticSection
+from megappo.distributed.grad_sync import Trainable
+from megappo.distributed.metrics import Tally
+from megappo.distributed.pipeline import LossSum, run_forward_backward
+from megappo.ppo.losses import aggregation_weights, local_denominator, value_loss
+from megappo.ppo.masking import masked_sum
+from megappo.roles.base import Network, call_model, longest
+from megappo.roles.micro_batch import MicroBatch
+from megappo.types import MiniBatch, RolloutBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Critic:
+    """A model with a scalar head on its last pipeline stage."""
+
+    network: Network
+    trainable: Trainable
+    settings: CriticSection
+
+    MEANS = ("critic/vf_loss", "critic/vf_clipfrac")
+
+    def values(
+        self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, Tensor]:
+        """Values of the states in which tokens were chosen, and of the state after the last.
+
+        Collective over the replica.
+
+        Returns:
+            [B, T] and [B], float32 on the CPU.
+        """
+
+        def finish(values: Tensor, micro: MicroBatch) -> list[Tensor]:
+            inside = micro.to_responses(values[0])
+            after = micro.after_last(values[0])[:, None].expand_as(inside)
+            return [inside, after]
+
+        inside, after = self.network.fill(
+            self.trainable.chunks, batch, micro_batches, finish, num_outputs=2
+        )
+        return inside, after[:, 0]
+
+    def update(self, mini: MiniBatch, tally: Tally) -> float:
+        """One optimizer step on one mini-batch; returns the gradient norm before clipping.
+
+        Collective over the world.
+
+        Args:
+            mini: with values and returns.
+            tally: gets the metrics of this rank's tokens.
+        """
+        cuts = self.network.cut(mini.samples, mini.micro_batches)
+        self.trainable.zero_grad()
+        found = run_forward_backward(
+            self.trainable.chunks,
+            cuts,
+            call=call_model,
+            loss=self._loss,
+            max_tokens=longest(cuts),
+        )
+        if self.network.context.reports_losses:
+            tally.merge(found)
+        return self.trainable.step()
+
+    def _loss(self, output: Tensor, micro: MicroBatch) -> LossSum:
+        samples, mode = micro.samples, self.settings.loss_agg_mode
+        device = output.device
+        mask = samples.response_mask.to(device)
+        assert samples.values is not None and samples.returns is not None
+        per_token = value_loss(
+            micro.to_responses(output[0]),
+            samples.values.to(device),
+            samples.returns.to(device),
+            mask,
+            clip_range=self.settings.cliprange_value or None,
+        )
+        weights = aggregation_weights(mask, mode)
+        denominator = local_denominator(mask, mode)
+        total = masked_sum(per_token.loss * weights, mask)
+        tally = Tally()
+        tally.add("critic/vf_loss", total.item(), denominator.item())
+        clipped, count = per_token.metrics["vf_clipfrac"]
+        tally.add("critic/vf_clipfrac", clipped.item(), count.item())
+        return LossSum(total=total, denominator=denominator, tally=tally)
+
+
+def explained_variance_sums(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+    """[5] float64: count, sums of returns, returns^2, errors and errors^2; adds up over ranks."""
+    v, r = values[mask].double(), returns[mask].double()
+    error = r - v
+    return torch.stack([torch.tensor(float(r.numel()), dtype=torch.float64), r.sum(), (r * r).sum(), error.sum(), (error * error).sum()])
+
+
+def explained_variance(sums: Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns) over all ranks; 0 where returns do not vary."""
+    count, r, r2, e, e2 = sums.tolist()
+    if not count:
+        return 0.0
+    var_returns = r2 / count - (r / count) ** 2
+    var_errors = e2 / count - (e / count) ** 2
+    return 1.0 - var_errors / var_returns if var_returns > 1e-12 else 0.0

@@ -1,0 +1,81 @@
+"""What the trainer asks of a rollout engine; `sglang_engine` is the one that answers.
+
+Token ids go in and come out: what the engine sampled is what is trained, no text is encoded twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self
+
+from torch import Tensor
+
+from megappo.rollout.sampling import SamplingSettings
+from megappo.types import Completion
+
+
+class EngineDied(RuntimeError):  # noqa: N818, a state and not a mistake
+    """The engine's processes are gone or do not answer; only a new engine helps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """One response to sample."""
+
+    token_ids: tuple[int, ...]
+    """The prompt, as `Prompt.token_ids`."""
+    seed: int
+    """From `sample_seed`: it alone decides the draw, not the batch around it."""
+    sampling: SamplingSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncReport:
+    """What one weight push moved."""
+
+    num_tensors: int
+    num_bytes: int
+    seconds: float
+
+
+class RolloutEngine(Protocol):
+    """Generates with the newest weights it was given. All calls block; none communicates."""
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights that the next response is sampled from."""
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """One completion a request, in the order of the requests."""
+
+    def update_weights(
+        self,
+        named_tensors: Iterable[tuple[str, Tensor]],
+        *,
+        expected_names: Collection[str],
+        version: int,
+    ) -> SyncReport:
+        """Replaces all weights; names are those of the Hugging Face checkpoint, each once."""
+
+    def flush(self) -> None:
+        """Forgets cached prefixes."""
+
+    def sleep(self) -> None:
+        """Gives the device memory of weights and cache back."""
+
+    def wake(self) -> None:
+        """Takes the memory again; the weights are garbage until the next `update_weights`."""
+
+    def shutdown(self) -> None:
+        """Ends the engine's processes, and those alone. May be called twice."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...

@@ -1,0 +1,72 @@
+"""Ports for engines that start at the same time on one host.
+
+SGLang's processes bind their port seconds after it was chosen. So that nobody takes it meanwhile,
+each local rank has a block of its own, below the range from which the kernel hands out ports to
+outgoing connections, and a port is test-bound before use. A port that another program holds is
+passed over.
+"""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from megappo.errors import UserError
+
+DEFAULT_BASE = 21000
+BLOCK = 32
+"""Ports of one local rank: many more than one engine needs, for those in use."""
+
+_KERNEL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_IANA_EPHEMERAL_START = 49152
+
+
+def reserve_ports(count: int, *, local_rank: int, base: int = DEFAULT_BASE) -> list[int]:
+    """Free ports of this local rank's block, ascending.
+
+    Args:
+        count: how many.
+        local_rank: number of this process on its host.
+        base: first port of local rank 0.
+
+    Raises:
+        UserError: the block reaches into the kernel's range, or holds too few free ports.
+    """
+    first = base + local_rank * BLOCK
+    last = first + BLOCK - 1
+    limit = min(ephemeral_start(), 65536)
+    if first < 1024 or last >= limit:
+        raise UserError(
+            f"local rank {local_rank} needs ports {first} to {last}, which must lie between 1024 "
+            f"and {limit - 1} (from {limit} on the kernel hands them out itself): lower port_base, "
+            f"now {base}"
+        )
+    free: list[int] = []
+    for port in range(first, last + 1):
+        if len(free) == count:
+            break
+        if _can_bind(port):
+            free.append(port)
+    if len(free) < count:
+        raise UserError(
+            f"local rank {local_rank} needs {count} free ports of {first} to {last} and found "
+            f"{len(free)}: another run may be using them; set another port_base, now {base}"
+        )
+    return free
+
+
+def ephemeral_start() -> int:
+    """First port of those that the kernel gives to outgoing connections."""
+    if not _KERNEL_RANGE.exists():
+        return _IANA_EPHEMERAL_START
+    return int(_KERNEL_RANGE.read_text().split()[0])
+
+
+def _can_bind(port: int) -> bool:
+    # On all interfaces and without SO_REUSEADDR: the strictest test, as SGLang may bind either way.
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind(("0.0.0.0", port))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,208 @@
+"""Pushes the trainer's weights into SGLang, some at a time, with every answer checked.
+
+Tensors are packed into one staging buffer that is shared with the engine's processes and filled
+anew for each bucket: memory and file descriptors stay constant however large the model is. SGLang
+copies a bucket into its parameters before it answers, so the buffer is free again then.
+
+SGLang skips names that it does not know and reports success. So the names are compared here with
+those that the caller expects, each exactly once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megappo.rollout.engine import SyncReport
+from megappo.rollout.sglang_process import SGLangProcess
+
+_ALIGNMENT = 16
+"""Bytes; a tensor of any dtype may start at a multiple."""
+
+
+def push_weights(
+    process: SGLangProcess,
+    named_tensors: Iterable[tuple[str, Tensor]],
+    *,
+    expected_names: Collection[str],
+    version: int,
+    bucket_bytes: int,
+    tp_size: int,
+    timeout_s: float,
+) -> SyncReport:
+    """Replaces the engine's weights.
+
+    Args:
+        process: the engine.
+        named_tensors: Hugging Face names and whole tensors; read once, one bucket ahead.
+        expected_names: the names that must come, each exactly once.
+        version: that completions report from now on.
+        bucket_bytes: size at which a bucket is sent; a larger tensor goes alone.
+        tp_size: processes that load the weights, each its part.
+        timeout_s: for each request to the engine.
+
+    Raises:
+        ValueError: a name is unknown, missing or comes twice.
+        RuntimeError: SGLang refused a bucket, or reports another version.
+        EngineDied: the engine's processes are gone.
+    """
+    start = time.monotonic()
+    push = _Push(process, tp_size=tp_size, timeout_s=timeout_s)
+    with push.session():
+        for bucket in _buckets(_checked(named_tensors, expected_names), bucket_bytes):
+            push.send(bucket)
+    push.set_version(version)
+    return SyncReport(
+        num_tensors=push.num_tensors,
+        num_bytes=push.num_bytes,
+        seconds=time.monotonic() - start,
+    )
+
+
+def _checked(
+    named_tensors: Iterable[tuple[str, Tensor]], expected_names: Collection[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Passes tensors on; raises ValueError at the first wrong name, or when some are missing."""
+    missing = set(expected_names)
+    known = frozenset(missing)
+    for name, tensor in named_tensors:
+        if name not in known:
+            raise ValueError(
+                f"the engine knows no weight {name!r}, it would skip it without a word: correct "
+                "the model family's map of names"
+            )
+        if name not in missing:
+            raise ValueError(f"weight {name!r} was pushed twice: export each name once")
+        missing.remove(name)
+        yield name, tensor
+    if missing:
+        first = ", ".join(sorted(missing)[:3])
+        raise ValueError(
+            f"{len(missing)} of {len(known)} weights were not pushed, among them {first}: "
+            "export every weight of the checkpoint"
+        )
+
+
+def _buckets(
+    named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """Groups tensors in order; a bucket stays within `bucket_bytes` unless it is one tensor."""
+    bucket: list[tuple[str, Tensor]] = []
+    filled = 0
+    for name, tensor in named_tensors:
+        size = _padded(tensor.nbytes)
+        if bucket and filled + size > bucket_bytes:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append((name, tensor.detach()))
+        filled += size
+    if bucket:
+        yield bucket
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class _Push:
+    """One push: its staging buffer and its requests to the engine."""
+
+    def __init__(self, process: SGLangProcess, *, tp_size: int, timeout_s: float) -> None:
+        self._process = process
+        self._tp_size = tp_size
+        self._timeout_s = timeout_s
+        self._staging: Tensor | None = None
+        self.num_tensors = 0
+        self.num_bytes = 0
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """SGLang's bracket around an update; closed on any exception, so a new push can open one."""
+        from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
+
+        manager = self._process.manager
+        self._request(
+            manager.begin_weight_update(BeginWeightUpdateReqInput(), None), "opening an update"
+        )
+        try:
+            yield
+        finally:
+            self._request(
+                manager.end_weight_update(EndWeightUpdateReqInput(), None), "closing an update"
+            )
+
+    def send(self, bucket: list[tuple[str, Tensor]]) -> None:
+        """Packs one bucket and waits until every process has loaded it."""
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
+        payload = self._payload(bucket)
+        request = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=payload,
+            load_format="flattened_bucket",
+            # Once at the end, by the caller, with a time-out and a check.
+            flush_cache=False,
+        )
+        self._request(
+            self._process.manager.update_weights_from_tensor(request, None),
+            f"loading {len(bucket)} weights from {bucket[0][0]} to {bucket[-1][0]}",
+        )
+        self.num_tensors += len(bucket)
+        self.num_bytes += sum(tensor.nbytes for _, tensor in bucket)
+
+    def set_version(self, version: int) -> None:
+        """Sets the version in every process and reads it back."""
+        from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
+
+        manager = self._process.manager
+        self._process.call(
+            manager.update_weight_version(UpdateWeightVersionReqInput(new_version=str(version))),
+            timeout_s=self._timeout_s,
+            what="setting the weight version",
+        )
+        reported = manager.config_value("weight_version")
+        if reported != str(version):
+            raise RuntimeError(f"weight version {version} was set, and SGLang reports {reported}")
+
+    def _request(self, request: Any, what: str) -> None:
+        success, message = self._process.call(request, timeout_s=self._timeout_s, what=what)
+        if not success:
+            raise RuntimeError(f"SGLang refused {what}: {message}")
+
+    def _payload(self, bucket: list[tuple[str, Tensor]]) -> list[bytes]:
+        """The bucket as SGLang's flattened form, serialised for each process."""
+        from sglang.srt.utils import MultiprocessingSerializer
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
+
+        total = sum(_padded(tensor.nbytes) for _, tensor in bucket)
+        staging = self._staging_for(total, device=bucket[0][1].device)
+        metadata = []
+        start = 0
+        for name, tensor in bucket:
+            end = start + tensor.nbytes
+            staging[start:end].view(tensor.dtype).copy_(tensor.reshape(-1))
+            metadata.append(
+                FlattenedTensorMetadata(name, tensor.shape, tensor.dtype, start, end, tensor.nbytes)
+            )
+            start += _padded(tensor.nbytes)
+        if staging.is_cuda:
+            torch.cuda.synchronize(staging.device)
+        content = {"flattened_tensor": staging, "metadata": metadata}
+        return [MultiprocessingSerializer.serialize(content) for _ in range(self._tp_size)]
+
+    def _staging_for(self, num_bytes: int, *, device: torch.device) -> Tensor:
+        """A shared buffer of at least this size: the one before, if it suffices."""
+        if self._staging is None or self._staging.nbytes < num_bytes:
+            self._staging = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            if device.type == "cuda":
+                from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+
+                # Names devices by UUID: the engine's processes may number them differently.
+                monkey_patch_torch_reductions()
+            else:
+                self._staging.share_memory_()
+        return self._staging

@@ -1,0 +1,57 @@
+"""Entry of a training run: `torchrun --nproc-per-node N -m megappo.train CONFIG.yaml [key=value …]`.
+
+Every rank runs this program. Light to import: SGLang's spawned processes import it again.
+
+Exit codes: 0 done, 1 failed, 2 bad usage or config, 3 stopped by a guard, 75 stopped on a signal and
+resumable by the same command.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from megappo.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_GUARD,
+    EXIT_RESUMABLE,
+    EXIT_USAGE,
+    GuardStop,
+    StopRequested,
+    UserError,
+)
+
+USAGE = "usage: torchrun --nproc-per-node N -m megappo.train CONFIG.yaml [section.key=value ...]"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs to the end and returns the exit code."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        sys.stderr.write(USAGE + "\n")
+        return EXIT_DONE if arguments else EXIT_USAGE
+    from megappo.trainer.session import Session
+
+    session = Session()
+    try:
+        session.run(arguments[0], arguments[1:])
+    except UserError as error:
+        session.report(f"error: {error}", every_node=True)
+        return EXIT_USAGE
+    except GuardStop as stop:
+        session.report(f"stopped by a guard: {stop}")
+        return EXIT_GUARD
+    except StopRequested as stop:
+        session.report(f"{stop}; start the same command to go on")
+        return EXIT_RESUMABLE
+    except Exception as error:
+        session.report_failure(error)
+        return EXIT_FAILED
+    return EXIT_DONE
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(code)

@@ -1,0 +1,63 @@
+"""Validation: every row of the validation files once, shared out over all ranks.
+
+Left out: anything that touches the training state. Sampling has settings of its own
+(`rollout.val`), greedy by default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megappo.data.prompts import PromptDataset
+from megappo.distributed.metrics import Tally, reduce_tally
+from megappo.distributed.parallel import ParallelContext
+from megappo.rewards.scorer import Scorer
+from megappo.rollout.sampling import SamplingSettings
+from megappo.rollout.worker import RolloutWorker
+from megappo.types import Completion, Prompt
+
+ROWS_AT_ONCE = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluator:
+    """Scores the current policy, as the engines hold it, on the validation rows."""
+
+    dataset: PromptDataset
+    sources: tuple[str, ...]
+    sampling: SamplingSettings
+    n: int
+    scorer: Scorer
+    context: ParallelContext
+
+    def run(self, rollouts: RolloutWorker) -> Mapping[str, float]:
+        """`val/score/mean`, `val/<source>/score/mean`, lengths and rows. Collective over the world."""
+        tally = Tally()
+        means = ["val/score/mean", "val/response_length/mean", "val/reward_error"]
+        tally.declare(means + [_by_source(s) for s in self.sources])
+        rows = range(self.context.rank, len(self.dataset), self.context.world_size)
+        for start in range(0, len(rows), ROWS_AT_ONCE):
+            prompts = self.dataset.rows(rows[start : start + ROWS_AT_ONCE])
+            self._score(prompts, rollouts.answer(prompts, self.sampling, self.n), tally)
+        reduced = dict(reduce_tally(tally, self.context))
+        reduced["val/rows"] = float(len(self.dataset))
+        return reduced
+
+    def _score(self, prompts: list[Prompt], answers: list[Completion], tally: Tally) -> None:
+        asked = [p for p in prompts for _ in range(self.n)]
+        result = self.scorer.score(
+            [
+                (p.data_source, a.text, p.ground_truth, p.extra_info)
+                for p, a in zip(asked, answers, strict=True)
+            ]
+        )
+        for prompt, answer, score in zip(asked, answers, result.scores, strict=True):
+            tally.add("val/score/mean", score, 1)
+            tally.add(_by_source(prompt.data_source), score, 1)
+            tally.add("val/response_length/mean", len(answer.token_ids), 1)
+        tally.add("val/reward_error", result.errors, len(answers))
+
+
+def _by_source(source: str) -> str:
+    return f"val/{source}/score/mean"

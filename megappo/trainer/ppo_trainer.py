@@ -1,0 +1,188 @@
+"""Proximal policy optimisation for language models (Schulman 2017; Ouyang 2022, section 3.5).
+
+`step` is the algorithm. Every rank runs it; what communicates is said where it is defined. Left out
+of the paper's setting: nothing is discounted over sentences, an episode is one response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from megappo.data.batching import fixed_micro_batches
+from megappo.data.prompts import PromptDataset
+from megappo.data.sampler import PromptSampler, rank_share
+from megappo.distributed.metrics import Tally, reduce_tally
+from megappo.distributed.parallel import ParallelContext, sum_over_data
+from megappo.models.weights import export_hf
+from megappo.roles.actor import Actor, Policy
+from megappo.roles.critic import Critic, explained_variance, explained_variance_sums
+from megappo.rollout.worker import RolloutWorker
+from megappo.trainer import batch_metrics
+from megappo.trainer.estimate import Estimator
+from megappo.trainer.guard import Guard
+from megappo.trainer.resources import resource_metrics
+from megappo.trainer.scoring import BatchScorer
+from megappo.trainer.stopwatch import Stopwatch
+from megappo.types import MiniBatch, PromptBatch, RolloutBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """How a step's samples are split; sizes are in samples on one DP rank."""
+
+    mini_batch_prompts: int
+    """over all DP ranks"""
+    mini_batch: int
+    actor_micro_batch: int
+    critic_micro_batch: int
+    ppo_epochs: int
+    critic_warmup: int
+
+    def minis(self, batch: RolloutBatch, micro_batch: int) -> list[MiniBatch]:
+        """The batch as mini-batches of consecutive samples, in training order."""
+        micro = tuple(tuple(m) for m in fixed_micro_batches(self.mini_batch, micro_batch))
+        return [
+            MiniBatch(samples=batch.select(rows), micro_batches=micro)
+            for rows in fixed_micro_batches(len(batch), self.mini_batch)
+        ]
+
+
+@dataclass(kw_only=True)
+class PPOTrainer:
+    """One rank's part of the run. `step_number` counts finished steps."""
+
+    context: ParallelContext
+    dataset: PromptDataset
+    sampler: PromptSampler
+    rollouts: RolloutWorker
+    scorer: BatchScorer
+    actor: Actor
+    reference: Policy | None
+    critic: Critic
+    estimator: Estimator
+    guard: Guard
+    plan: StepPlan
+    step_number: int = 0
+    last_batch: RolloutBatch | None = field(default=None, repr=False)
+
+    def step(self) -> Mapping[str, float]:
+        """One PPO step; returns its metrics, equal on all ranks. Collective over the world."""
+        watch, tally, number = Stopwatch(self.context.device), self._tally(), self.step_number + 1
+        prompts = self._next_prompts()
+        with watch.phase("generate"):
+            batch = self.rollouts.generate(prompts, step=number)
+        with watch.phase("score"):
+            batch = self.scorer.score(batch, self.rollouts.my_part(len(batch)), tally)
+        with watch.phase("log_probs"):
+            micro = fixed_micro_batches(len(batch), self.plan.actor_micro_batch)
+            old_log_probs, entropy = self.actor.log_probs(batch, micro)
+            batch = batch.with_fields(old_log_probs=old_log_probs)
+        with watch.phase("ref"):
+            if self.reference is not None:
+                batch = batch.with_fields(ref_log_probs=self.reference.log_probs(batch, micro)[0])
+        with watch.phase("values"):
+            micro = fixed_micro_batches(len(batch), self.plan.critic_micro_batch)
+            values, values_after = self.critic.values(batch, micro)
+            batch = batch.with_fields(values=values)
+        with watch.phase("advantages"):
+            batch = self.estimator.estimate(batch, values_after, tally)
+            before = self._describe(batch, entropy)
+            self.guard.check(number, before)
+        with watch.phase("update_critic"):
+            critic_norms = self._update_critic(batch, tally)
+        with watch.phase("update_actor"):
+            actor_norms = self._update_actor(batch, tally, number)
+        with watch.phase("sync"):
+            self.push_weights()
+        self.step_number, self.last_batch = number, batch
+        return {
+            **before,
+            **reduce_tally(tally, self.context),
+            **self._optimizer_metrics(actor_norms, critic_norms),
+            **self._speed(watch.metrics(), batch),
+        }
+
+    def push_weights(self) -> None:
+        """The actor's weights to this rank's engine. Collective over the replica."""
+        network = self.actor.policy.network
+        self.rollouts.push(export_hf(network.chunks, network.spec))
+
+    def _next_prompts(self) -> PromptBatch:
+        epoch, rows = self.sampler.next_batch()
+        mine = rank_share(
+            rows,
+            mini_batch_size=self.plan.mini_batch_prompts,
+            dp_rank=self.context.dp_rank,
+            dp_size=self.context.dp,
+        )
+        return PromptBatch(epoch=epoch, prompts=tuple(self.dataset.rows(mine)))
+
+    def _update_critic(self, batch: RolloutBatch, tally: Tally) -> list[float]:
+        minis = self.plan.minis(batch, self.plan.critic_micro_batch)
+        return [
+            self.critic.update(mini, tally) for _ in range(self.plan.ppo_epochs) for mini in minis
+        ]
+
+    def _update_actor(self, batch: RolloutBatch, tally: Tally, number: int) -> list[float]:
+        if number <= self.plan.critic_warmup:
+            return []
+        minis = self.plan.minis(batch, self.plan.actor_micro_batch)
+        order = [mini for _ in range(self.plan.ppo_epochs) for mini in minis]
+        return [self.actor.update(mini, tally, is_first=i == 0) for i, mini in enumerate(order)]
+
+    def _tally(self) -> Tally:
+        tally = Tally()
+        tally.declare(
+            (*BatchScorer.MEANS, *Estimator.MEANS, *Actor.MEANS, *Critic.MEANS), Actor.MAXIMA
+        )
+        return tally
+
+    def _describe(self, batch: RolloutBatch, entropy: Tensor) -> dict[str, float]:
+        """Metrics of the samples, reduced. Collective over the world."""
+        tally = Tally()
+        tally.declare(batch_metrics.MEANS, batch_metrics.MAXIMA)
+        if self.context.reports_losses:
+            batch_metrics.add_batch(tally, batch, entropy)
+        reduced = dict(reduce_tally(tally, self.context))
+        reduced["critic/score/min"] = -reduced.pop("critic/score/neg_min")
+        assert batch.values is not None and batch.returns is not None
+        sums = explained_variance_sums(batch.values, batch.returns, batch.response_mask)
+        reduced["critic/vf_explained_var"] = explained_variance(sum_over_data(sums, self.context))
+        return reduced
+
+    def _optimizer_metrics(
+        self, actor_norms: Sequence[float], critic_norms: Sequence[float]
+    ) -> dict[str, float]:
+        found = {
+            "critic/lr": self.critic.trainable.lr,
+            "critic/grad_norm": sum(critic_norms) / len(critic_norms),
+            "actor/lr": self.actor.trainable.lr,
+            "actor/kl_coef": self.estimator.kl_controller.kl_coef,
+            "training/optimizer_steps": float(len(actor_norms)),
+            "training/epoch": float(self.sampler.epoch),
+            "rollout/weight_version": float(self.rollouts.engine.weight_version),
+        }
+        if actor_norms:
+            found["actor/grad_norm"] = sum(actor_norms) / len(actor_norms)
+        return found
+
+    def _speed(self, timing: dict[str, float], batch: RolloutBatch) -> dict[str, float]:
+        """Throughput, as verl defines it: all tokens of the batch / step time / ranks."""
+        tally = Tally()
+        for name, seconds in timing.items():
+            tally.add(name, seconds, 1)
+        for name, gigabytes in resource_metrics(self.context.device).items():
+            tally.add_max(name, gigabytes)
+        tokens = sum(batch.total_lengths) if self.context.reports_losses else 0
+        tally.add("perf/total_num_tokens", tokens, 0)
+        total, _ = tally.sums.pop("perf/total_num_tokens")
+        tally.add("perf/tokens_a_rank", total, 1)
+        reduced = dict(reduce_tally(tally, self.context))
+        all_tokens = reduced.pop("perf/tokens_a_rank") * self.context.world_size
+        reduced["perf/total_num_tokens"] = all_tokens
+        reduced["perf/tokens_per_s"] = all_tokens / reduced["timing_s/step"]
+        reduced["perf/throughput"] = reduced["perf/tokens_per_s"] / self.context.world_size
+        return reduced

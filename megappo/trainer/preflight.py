@@ -1,0 +1,195 @@
+"""Everything about a run that can be wrong and be seen without a device, a model or an engine.
+
+`megappo check` is this and nothing else; a training run does it first, on every rank.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megappo.checkpoint import layout
+from megappo.checkpoint.store import check_layout, model_identity
+from megappo.config import Config, ConfigError
+from megappo.config.checks import BatchPlan, plan_batches
+from megappo.data.prompts import PromptDataset, check_files
+from megappo.data.sampler import PromptSampler
+from megappo.errors import CheckpointError, ModelError, UserError
+from megappo.models.build import check_layout as check_model_layout
+from megappo.models.spec import ModelSpec, load_spec
+from megappo.rewards import resolve
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preflight:
+    """What the checks found out, for the build that follows."""
+
+    plan: BatchPlan
+    actor_spec: ModelSpec
+    critic_spec: ModelSpec
+    reference_spec: ModelSpec
+    tokenizer: Any
+    train_set: PromptDataset
+    val_set: PromptDataset | None
+    val_sources: tuple[str, ...]
+    sampler: PromptSampler
+    total_steps: int
+    checkpoint: Path | None
+    warnings: tuple[str, ...]
+
+    @property
+    def resumed_step(self) -> int:
+        """Finished steps of the checkpoint that the run goes on from; 0 for a new run."""
+        return 0 if self.checkpoint is None else int(layout.read_state(self.checkpoint)["step"])
+
+
+def preflight(config: Config, world_size: int) -> Preflight:
+    """Checks batch arithmetic, model folders, data files, rewards and the run's folder.
+
+    Raises:
+        UserError: the first thing that is wrong, with numbers and remedy.
+    """
+    plan, problems = plan_batches(config, world_size)
+    if plan is None:
+        raise ConfigError("\n".join(problems))
+    specs = _check_models(config)
+    train_rows = check_files(config.data.train_files, prompt_key=config.data.prompt_key)
+    if config.data.val_files:
+        check_files(config.data.val_files, prompt_key=config.data.prompt_key, name="val")
+    tokenizer = _load_tokenizer(config)
+    train_set = _dataset(config, tokenizer, "train")
+    val_set = _dataset(config, tokenizer, "val") if config.data.val_files else None
+    val_sources = tuple(val_set.data_sources()) if val_set else ()
+    resolve({*train_set.data_sources(), *val_sources}, method=config.reward.gsm8k_method)
+    sampler = PromptSampler(
+        len(train_set),
+        batch_size=config.data.train_batch_size,
+        seed=config.trainer.seed,
+        shuffle=config.data.shuffle,
+        num_dropped=train_rows - len(train_set),
+    )
+    if val_set is not None:
+        len(val_set)  # with truncation `drop` this is where "all rows are too long" shows
+    total = config.trainer.total_steps or config.trainer.total_epochs * sampler.batches_per_epoch
+    checkpoint = _check_run_dir(config, plan, specs)
+    return Preflight(
+        plan=plan,
+        actor_spec=specs["actor"],
+        critic_spec=specs["critic"],
+        reference_spec=specs["reference"],
+        tokenizer=tokenizer,
+        train_set=train_set,
+        val_set=val_set,
+        val_sources=val_sources,
+        sampler=sampler,
+        total_steps=total,
+        checkpoint=checkpoint,
+        warnings=tuple(_warnings(config)),
+    )
+
+
+def model_paths(config: Config) -> dict[str, str]:
+    """Folder of each role."""
+    return {
+        "actor": config.model.path,
+        "critic": config.critic.path or config.model.path,
+        "reference": config.reference.path or config.model.path,
+    }
+
+
+def _check_models(config: Config) -> dict[str, ModelSpec]:
+    specs: dict[str, ModelSpec] = {}
+    for role, path in model_paths(config).items():
+        spec = load_spec(path, trust_remote_code=config.model.trust_remote_code)
+        check_model_layout(spec, tp=config.parallel.tp, pp=config.parallel.pp)
+        specs[role] = spec
+    wanted = config.data.max_prompt_length + config.rollout.max_response_length
+    for role, spec in specs.items():
+        if wanted > spec.max_positions:
+            raise ConfigError(
+                f"data.max_prompt_length {config.data.max_prompt_length} + "
+                f"rollout.max_response_length {config.rollout.max_response_length} = {wanted} is "
+                f"more than the {role}'s {spec.max_positions} positions: lower one of them"
+            )
+        if spec.vocab_size != specs["actor"].vocab_size:
+            raise ModelError(
+                f"the {role} has a vocabulary of {spec.vocab_size} and the actor one of "
+                f"{specs['actor'].vocab_size}: all roles must read the same token ids"
+            )
+    return specs
+
+
+def _load_tokenizer(config: Config) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            config.model.path,
+            trust_remote_code=config.model.trust_remote_code,
+            local_files_only=True,
+        )
+    except (OSError, ValueError, KeyError) as error:
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ModelError(
+            f"the tokenizer in model.path {config.model.path} cannot be loaded: {first}"
+        ) from error
+
+
+def _dataset(config: Config, tokenizer: Any, name: str) -> PromptDataset:
+    files = config.data.train_files if name == "train" else config.data.val_files
+    return PromptDataset(
+        files,
+        tokenizer,
+        max_prompt_length=config.data.max_prompt_length,
+        truncation=config.data.truncation,
+        prompt_key=config.data.prompt_key,
+        name=name,
+    )
+
+
+def _check_run_dir(
+    config: Config, plan: BatchPlan, specs: dict[str, ModelSpec]
+) -> Path | None:
+    run_dir = Path(config.trainer.run_dir)
+    nearest = next(p for p in (run_dir.absolute(), *run_dir.absolute().parents) if p.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise UserError(f"trainer.run_dir {run_dir} cannot be written: {nearest} is not writable")
+    found = layout.latest(layout.folder_of(run_dir))
+    if found is None:
+        return None
+    if config.checkpoint.resume == "never":
+        raise CheckpointError(
+            f"checkpoint.resume is never and {found} exists: use another trainer.run_dir, remove the "
+            "folder, or set checkpoint.resume=auto"
+        )
+    state = layout.read_state(found)
+    check_layout(state, {k: getattr(plan, k) for k in ("world_size", "tp", "pp", "cp", "dp")}, found)
+    for role in ("actor", "critic"):
+        saved, now = state["models"][role], model_identity(specs[role])
+        differing = [f"{k} {saved.get(k)!r} -> {v!r}" for k, v in now.items() if saved.get(k) != v]
+        if differing:
+            raise CheckpointError(
+                f"{found} holds another {role} (checkpoint -> now): {', '.join(differing)}; set "
+                "model.path back, or use a new trainer.run_dir"
+            )
+    return found
+
+
+def _warnings(config: Config) -> list[str]:
+    found = []
+    if config.rollout.top_p < 1 or config.rollout.top_k != -1:
+        found.append(
+            "rollout.top_p/top_k leave out tokens: the engine's log-probs are of the kept set and "
+            "cannot be compared with the trainer's, so guard.max_log_prob_diff does not check; "
+            "old log-probs are the trainer's, over the full vocabulary"
+        )
+    kinds = ("k1", "kl", "k3", "low_var_kl")
+    if config.actor.use_kl_loss and config.actor.kl_loss_type in kinds and config.actor.kl_loss_coef:
+        if config.actor.kl_loss_type in ("k1", "kl"):
+            found.append(
+                "actor.kl_loss_type k1 has a gradient of mean zero: as a loss it does not lower KL; "
+                "use low_var_kl, k2 or low_var_kl+"
+            )
+    return found

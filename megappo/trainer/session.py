@@ -1,0 +1,173 @@
+"""One process's run from command line to teardown, and what the user sees of it."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TextIO
+
+import megappo
+from megappo.checkpoint import layout as checkpoint_layout
+from megappo.checkpoint.store import CheckpointStore
+from megappo.config import Config, dump, load
+from megappo.distributed import parallel
+from megappo.distributed.parallel import LaunchEnvironment, ParallelContext
+from megappo.loggers import LOGGERS, Logger, LoggerSettings
+from megappo.trainer.fit import Run
+from megappo.trainer.output import Screen, redirect_to
+from megappo.trainer.preflight import Preflight, preflight
+from megappo.trainer.records import Records
+
+
+class Session:
+    """Checks, starts, trains and ends; `report` is how any of it reaches the screen."""
+
+    def __init__(self) -> None:
+        self._launch: LaunchEnvironment | None = None
+        self._screen: Screen | None = None
+        self._log_file: Path | None = None
+        self._signal: int | None = None
+
+    def run(self, config_path: str, overrides: Sequence[str]) -> None:
+        """The whole run. Collective over the world after the checks.
+
+        Raises:
+            UserError: from the checks, before a device, a model or an engine is touched.
+            GuardStop, StopRequested: see `Run.fit`.
+        """
+        launch = self._launch = LaunchEnvironment.read()
+        config = load(config_path, overrides)
+        device = parallel.resolve_device(config.device)
+        found = preflight(config, launch.world_size)
+        self._say_plan(config, found, device)
+        if found.resumed_step >= found.total_steps:
+            self._say(
+                f"nothing to do: {found.checkpoint} has finished all {found.total_steps} steps; "
+                "raise trainer.total_steps or trainer.total_epochs to go on"
+            )
+            return
+        run_dir = Path(config.trainer.run_dir)
+        self._log_file = run_dir / "logs" / f"rank_{launch.rank:05d}.log"
+        self._screen = redirect_to(self._log_file)
+        self._catch_signals()
+        context = parallel.start(
+            launch,
+            device=device,
+            tp=config.parallel.tp,
+            pp=config.parallel.pp,
+            cp=config.parallel.cp,
+            seed=config.trainer.seed,
+            timeout_s=config.trainer.distributed_timeout_s,
+        )
+        self._train(config, found, context, run_dir)
+        parallel.stop(context)
+
+    def report(self, text: str, *, every_node: bool = False) -> None:
+        """One message on the user's stderr, from rank 0 (or from the first rank of every node)."""
+        launch = self._launch
+        speaks = launch is None or (launch.local_rank == 0 if every_node else launch.rank == 0)
+        if speaks:
+            self._write(self._screen.err if self._screen else sys.stderr, text)
+
+    def report_failure(self, error: Exception) -> None:
+        """What went wrong on this rank: the message on the screen, the traceback in the log."""
+        rank = self._launch.rank if self._launch else 0
+        stream = self._screen.err if self._screen else sys.stderr
+        traceback.print_exc()
+        where = f" (traceback in {self._log_file})" if self._log_file else ""
+        self._write(stream, f"rank {rank} failed: {type(error).__name__}: {error}{where}")
+
+    def _train(
+        self, config: Config, found: Preflight, context: ParallelContext, run_dir: Path
+    ) -> None:
+        from megappo.trainer.build import build_evaluator, build_trainer
+
+        if context.is_main:
+            dump(config, run_dir / "config.yaml")
+        started = time.perf_counter()
+        assert self._log_file is not None
+        engine_log = self._log_file.with_name(self._log_file.name.replace("rank", "engine"))
+        trainer = build_trainer(config, found, context, log_file=engine_log)
+        records = None
+        loggers: list[Logger] = []
+        if context.is_main:
+            self._say(f"ready      models and engines up in {time.perf_counter() - started:.0f} s")
+            records = Records(run_dir, rollouts_per_step=config.trainer.rollouts_per_step)
+            loggers = self._make_loggers(config, found, run_dir)
+        run = Run(
+            config=config,
+            trainer=trainer,
+            evaluator=build_evaluator(config, found, context),
+            store=CheckpointStore(
+                folder=checkpoint_layout.folder_of(run_dir),
+                keep=config.checkpoint.keep,
+                context=context,
+            ),
+            loggers=loggers,
+            records=records,
+            tokenizer=found.tokenizer,
+            total_steps=found.total_steps,
+            stop_requested=lambda: self._signal is not None,
+        )
+        try:
+            run.fit(found.checkpoint)
+        finally:
+            run.close()
+        self._say(f"done       {found.total_steps} steps; results in {run_dir}")
+
+    def _make_loggers(self, config: Config, found: Preflight, run_dir: Path) -> list[Logger]:
+        assert self._screen is not None
+        first = found.resumed_step + 1 if found.checkpoint is not None else 0
+        settings = LoggerSettings(
+            run_dir=run_dir,
+            first_step=first,
+            total_steps=found.total_steps,
+            terminal=self._screen.out,
+        )
+        return [LOGGERS[name](settings) for name in config.loggers]
+
+    def _say_plan(self, config: Config, found: Preflight, device: str) -> None:
+        spec = found.actor_spec
+        self._say(f"megappo {megappo.__version__}  device {device}, {config.model.dtype}")
+        self._say(
+            f"model      {config.model.path}: {spec.model_type}, {spec.num_layers} layers, hidden "
+            f"{spec.hidden_size}, vocabulary {spec.vocab_size}"
+        )
+        for line in found.plan.lines():
+            self._say(line)
+        self._say(
+            f"data       {len(found.train_set)} train rows ({found.train_set.num_dropped} dropped), "
+            f"{len(found.val_set) if found.val_set else 0} validation rows; {found.total_steps} steps"
+        )
+        for warning in found.warnings:
+            self._say(f"warning    {warning}")
+        if found.checkpoint is not None:
+            self._say(f"resuming   from {found.checkpoint}")
+        self._say(f"run folder {config.trainer.run_dir} (what libraries print: logs/)")
+
+    def _say(self, text: str) -> None:
+        assert self._launch is not None
+        if self._launch.rank == 0:
+            self._write(self._screen.out if self._screen else sys.stdout, text)
+
+    @staticmethod
+    def _write(stream: TextIO, text: str) -> None:
+        stream.write(text + "\n")
+        stream.flush()
+
+    def _catch_signals(self) -> None:
+        """SIGTERM and SIGINT ask for a stop after the running step; a second one ends at once."""
+
+        def note(number: int, frame: FrameType | None) -> None:
+            if self._signal is not None:
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
+            self._signal = number
+
+        signal.signal(signal.SIGTERM, note)
+        signal.signal(signal.SIGINT, note)

@@ -1,0 +1,46 @@
+"""Where a step's time goes: named phases, and what lies between them as `other`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+PHASES = (
+    "generate",
+    "score",
+    "log_probs",
+    "ref",
+    "values",
+    "advantages",
+    "update_critic",
+    "update_actor",
+    "sync",
+)
+
+
+class Stopwatch:
+    """Sums seconds by phase since it was made. On CUDA a phase ends when the device has caught up."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._started = time.perf_counter()
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds the block's duration to one phase."""
+        start = time.perf_counter()
+        yield
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self.seconds[name] += time.perf_counter() - start
+
+    def metrics(self) -> dict[str, float]:
+        """`timing_s/<phase>`, `timing_s/step` and the rest as `timing_s/other`, seconds."""
+        whole = time.perf_counter() - self._started
+        named = {f"timing_s/{name}": s for name, s in self.seconds.items()}
+        other = whole - sum(self.seconds.values())
+        return {**named, "timing_s/step": whole, "timing_s/other": other}

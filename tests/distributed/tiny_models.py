@@ -1,0 +1,81 @@
+"""Random models of every family, small enough for a test, as complete Hugging Face folders.
+
+Weights are larger than a fresh model's so that logits spread and a wrong layer shows.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCAB = 131
+"""Odd, so that every TP degree above 1 pads it."""
+
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.5,
+    "high_freq_factor": 6.0,
+    "original_max_position_embeddings": 32,
+}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 2000.0, "factor": 3.0}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama_tied": {"model_type": "llama", "tie_word_embeddings": True},
+    "llama3_rope": {"model_type": "llama", "rope_parameters": LLAMA3_ROPE},
+    "qwen2_tied": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "head_dim": 32},
+    "mistral": {"model_type": "mistral", "sliding_window": None, "rope_parameters": LINEAR_ROPE},
+}
+
+
+def save_tiny_model(folder: Path, settings: dict[str, Any], *, seed: int = 0) -> None:
+    """Writes config, weights, a word-level tokenizer and the side files that a release has."""
+    # Here, because workers need `sequences` only and transformers takes seconds to import.
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**(COMMON | settings))
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            centre = 1.0 if name.endswith("norm.weight") else 0.0
+            parameter.copy_(centre + 0.15 * torch.randn(parameter.shape))
+    model.save_pretrained(folder)
+    save_side_files(folder)
+
+
+def save_side_files(folder: Path) -> None:
+    """The files of a release that are neither weights nor config."""
+    vocab = {f"w{i}": i for i in range(VOCAB)}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "w0"},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    (folder / "LICENSE").write_text("as you like")
+
+
+def sequences() -> list[torch.Tensor]:
+    """Token ids of uneven lengths, among them a single token and two of similar length."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(2, VOCAB, (n,), generator=generator) for n in (7, 1, 23, 22, 12)]
