@@ -1,7 +1,7 @@
 """Packaging: `pip install -e .[cpu]`, `.[gpu]` or `.[dev]`; exact pins stand in requirements/*.txt.
 
-SGLang is installed without its dependencies on a CPU machine (they would bring a CUDA build of torch),
-so the `cpu` extra alone is not enough: launch/setup_venv.sh does the whole of it.
+On a CPU machine SGLang is installed without its dependencies, which would bring a CUDA build of
+torch, so the `cpu` extra alone is not enough: launch/setup_venv.sh does the whole of it.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ def pins(name: str) -> list[str]:
 setup(
     name="megappo",
     version="0.1.0",
-    description="PPO for large language models on Megatron-Core and SGLang, without a central controller",
+    description="PPO for large language models on Megatron-Core and SGLang, without a controller",
     long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",

@@ -27,9 +27,9 @@ class CheckpointError(UserError):
     """A checkpoint is missing, incomplete, or does not fit the run that wants to load it."""
 
 
-class GuardStop(RuntimeError):
+class GuardStop(RuntimeError):  # noqa: N818, an outcome and not a mistake
     """A guard ended the run on purpose; the command exits with `EXIT_GUARD`."""
 
 
-class StopRequested(RuntimeError):
+class StopRequested(RuntimeError):  # noqa: N818, an outcome and not a mistake
     """A signal asked the run to stop; its state is saved and it exits with `EXIT_RESUMABLE`."""

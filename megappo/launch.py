@@ -1,10 +1,11 @@
-"""`python -m megappo.launch --nproc-per-node N CONFIG.yaml [key=value …]`: torchrun on this node, with
-exit codes kept.
+"""torchrun on this node, with exit codes kept.
 
-torchrun itself turns every failure of a rank into exit code 1 and a traceback of its own. This runs the
-same launcher in-process and passes on the code of the rank that failed first, so that 2 (bad config),
-3 (guard) and 75 (resumable) reach scripts and Slurm. All of torchrun's options may stand before the
-config.
+    python -m megappo.launch --nproc-per-node N CONFIG.yaml [section.key=value ...]
+
+torchrun itself turns every failure of a rank into exit code 1 and a traceback of its own. This runs
+the same launcher in-process and passes on the code of the rank that failed first, so that 2 (bad
+config), 3 (guard) and 75 (resumable) reach scripts and Slurm. All of torchrun's options may stand
+before the config.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ def main(arguments: Sequence[str]) -> int:
 
     before, after = _split(arguments)
     if not after:
-        sys.stderr.write("usage: python -m megappo.launch [torchrun options] CONFIG.yaml [key=value ...]\n")
+        sys.stderr.write(
+            "usage: python -m megappo.launch [torchrun options] CONFIG.yaml [key=value ...]\n"
+        )
         return EXIT_USAGE
     args = get_args_parser().parse_args([*before, "-m", "megappo.train", *after])
     try:
@@ -34,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """torchrun's options, and from the first YAML file on the run's own arguments."""
+    """Torchrun's options, and from the first YAML file on the run's own arguments."""
     for i, text in enumerate(arguments):
         if text.endswith((".yaml", ".yml")):
             return list(arguments[:i]), list(arguments[i:])

@@ -1,9 +1,11 @@
-"""Entry of a training run: `torchrun --nproc-per-node N -m megappo.train CONFIG.yaml [key=value …]`.
+"""Entry of a training run.
+
+    torchrun --nproc-per-node N -m megappo.train CONFIG.yaml [section.key=value ...]
 
 Every rank runs this program. Light to import: SGLang's spawned processes import it again.
 
-Exit codes: 0 done, 1 failed, 2 bad usage or config, 3 stopped by a guard, 75 stopped on a signal and
-resumable by the same command.
+Exit codes: 0 done, 1 failed, 2 bad usage or config, 3 stopped by a guard, 75 stopped on a signal
+and resumable by the same command.
 """
 
 from __future__ import annotations

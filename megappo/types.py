@@ -1,8 +1,11 @@
-"""The data that flows through a step. Legend: B samples on this rank, T longest response of the batch.
+"""The data that flows through a step.
+
+Legend: B samples on this rank, T longest response of the batch.
 
 A *prompt* is one row of the data; a *sample* is one response to it, so B = prompts x `rollout.n`.
-Every field of `RolloutBatch` has B entries, sample b of each belongs together, and `select` moves all
-of them with one permutation. Response tensors are right-padded; only `response_mask` says what counts.
+Every field of `RolloutBatch` has B entries, sample b of each belongs together, and `select` moves
+all of them with one permutation. Response tensors are right-padded; only `response_mask` says what
+counts.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ class PromptBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One response as the engine reported it. Token ids are the truth; `text` is for people and rewards."""
+    """One response as the engine reported it; `text` is for people and rewards only."""
 
     token_ids: tuple[int, ...]
     """Sampled ids, the end token included where the model produced one."""
@@ -120,7 +123,7 @@ class RolloutBatch:
 
 
 def collate(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> RolloutBatch:
-    """Pads completions on the right to [B, T]; the mask comes from lengths, never from token values."""
+    """Pads completions on the right to [B, T]; masks come from lengths, never from token values."""
     width = max((len(c.token_ids) for c in completions), default=0)
     shape = (len(completions), width)
     responses = torch.zeros(shape, dtype=torch.long)

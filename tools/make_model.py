@@ -65,8 +65,11 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     )
     bpe.train_from_iterator(texts, trainer)
     tok = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token=IM_END, pad_token=END_OF_TEXT,
-        additional_special_tokens=[IM_START], clean_up_tokenization_spaces=False,
+        tokenizer_object=bpe,
+        eos_token=IM_END,
+        pad_token=END_OF_TEXT,
+        additional_special_tokens=[IM_START],
+        clean_up_tokenization_spaces=False,
         model_max_length=256,
     )
     tok.chat_template = CHAT_TEMPLATE

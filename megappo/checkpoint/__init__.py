@@ -1,1 +1,1 @@
-"""Saving and resuming a run; weights and optimizer state in Megatron's dist_checkpointing format."""
+"""Saving and resuming a run, in Megatron's dist_checkpointing format."""

@@ -1,7 +1,7 @@
 """Where checkpoints lie and which of them is whole. No framework is imported.
 
-`checkpoints/step_000010/` is written under a temporary name, synced and then renamed, so a folder of
-that name is complete; the file `latest`, moved last, names the one to resume from.
+`checkpoints/step_000010/` is written under a temporary name, synced and then renamed, so a folder
+of that name is complete; the file `latest`, moved last, names the one to resume from.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def complete_steps(folder: Path) -> list[int]:
 def latest(folder: Path) -> Path | None:
     """The checkpoint to resume from, None if there is none.
 
-    Without a pointer the newest complete checkpoint counts: a run never starts over because one small
-    file is missing.
+    Without a pointer the newest complete checkpoint counts: a run never starts over because one
+    small file is missing.
 
     Raises:
         CheckpointError: the pointer names a checkpoint that is not there.
@@ -101,7 +101,7 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def _sync(path: Path) -> None:
-    """fsync of a file or folder."""
+    """Fsync of a file or folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -2,8 +2,8 @@
 
 Each model has a folder of its own in Megatron's torch_dist format (`actor/`, `critic/`), with the
 optimizer state in the fully reshardable form. Random streams are a file a rank. What is small and
-equal on all ranks (step, data position, KL controller, layout) is `state.json`. Left out: resuming in
-another layout, and writing while training goes on.
+equal on all ranks (step, data position, KL controller, layout) is `state.json`. Left out: resuming
+in another layout, and writing while training goes on.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def check_layout(state: Mapping[str, Any], now: Mapping[str, int], checkpoint: P
     differing = [f"{k} {saved[k]} -> {v}" for k, v in now.items() if saved[k] != v]
     if differing:
         raise CheckpointError(
-            f"{checkpoint} was saved in another layout (checkpoint -> now): {', '.join(differing)}; "
+            f"{checkpoint} was saved in another layout (checkpoint -> now): "
+            f"{', '.join(differing)}; "
             "start as many ranks with the same parallel.* as then, or use a new trainer.run_dir"
         )
 

@@ -1,7 +1,8 @@
 """Rules between sections, and the batch arithmetic. No device, no model, no file is touched.
 
-One mini-batch (`actor.mini_batch_size` prompts over all ranks) is one optimizer step; one micro-batch
-is one forward pass on one data-parallel (DP) rank and counts samples, i.e. prompts x `rollout.n`.
+One mini-batch (`actor.mini_batch_size` prompts over all ranks) is one optimizer step; one
+micro-batch is one forward pass on one data-parallel (DP) rank and counts samples, i.e. prompts x
+`rollout.n`.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ def plan_batches(config: Config, world_size: int) -> tuple[BatchPlan | None, lis
     if world_size % model_ranks:
         return None, [
             f"parallel: {world_size} ranks cannot be split by {degrees}: the world size must be a "
-            f"multiple of it (TP x PP x CP x DP); start {model_ranks} or a multiple, or change parallel.*"
+            f"multiple of it (TP x PP x CP x DP); start {model_ranks} or a multiple, "
+            "or change parallel.*"
         ]
     dp = world_size // model_ranks
     problems = _check_batch(config, dp, model_ranks)
@@ -121,8 +123,8 @@ def _check_batch(config: Config, dp: int, model_ranks: int) -> list[str]:
     if mini % dp:
         return [
             f"actor.mini_batch_size is {mini}: {mini} prompts cannot be shared out evenly over DP "
-            f"{dp} (data.train_batch_size {config.data.train_batch_size}, rollout.n {n}); make it a "
-            f"multiple of {dp}"
+            f"{dp} (data.train_batch_size {config.data.train_batch_size}, rollout.n {n}); make it "
+            f"a multiple of {dp}"
         ]
     per_rank = mini * n // dp
     for name, micro in (
@@ -131,8 +133,8 @@ def _check_batch(config: Config, dp: int, model_ranks: int) -> list[str]:
     ):
         if per_rank % micro:
             problems.append(
-                f"{name} is {micro}: it must divide the {per_rank} samples that a mini-batch has on "
-                f"one DP rank (actor.mini_batch_size {mini} x rollout.n {n} / DP {dp})"
+                f"{name} is {micro}: it must divide the {per_rank} samples that a mini-batch has "
+                f"on one DP rank (actor.mini_batch_size {mini} x rollout.n {n} / DP {dp})"
             )
     samples = config.data.train_batch_size * n // dp
     if samples < model_ranks:

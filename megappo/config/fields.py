@@ -16,9 +16,7 @@ def opt(default: Any, doc: str, *, verl: str = "") -> Any:
     """A dataclass field with its meaning; `verl` is verl's full dotted key where it has one."""
     metadata = {"doc": doc, "verl": verl}
     if isinstance(default, list | dict):
-        return dataclasses.field(
-            default_factory=lambda: copy.deepcopy(default), metadata=metadata
-        )
+        return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 

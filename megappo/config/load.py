@@ -1,12 +1,14 @@
 """YAML and `key=value` to a validated, read-only `Config`. The only importer of OmegaConf.
 
 Order: every key is known (else the nearest name is offered) -> OmegaConf merges and checks types ->
-each section checks itself -> rules between sections. All broken rules of a stage are reported together.
+each section checks itself -> rules between sections. All broken rules of a stage are reported
+together.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,9 @@ from megappo.config.checks import check_sections
 from megappo.config.fields import describe
 from megappo.config.sections import Config
 from megappo.errors import UserError
-from megappo.registry import did_you_mean
+
+SYNONYMS = {"learning_rate": "lr", "num_epochs": "total_epochs", "batch_size": "train_batch_size"}
+"""Words that people try, and the field's own word here."""
 
 
 class ConfigError(UserError):
@@ -105,26 +109,34 @@ def _leaves(value: Any, key: str) -> Iterator[str]:
 
 def _section_class(field: dataclasses.Field[Any]) -> type | None:
     factory = field.default_factory
-    is_section = isinstance(factory, type) and dataclasses.is_dataclass(factory)
-    return factory if is_section else None
+    if isinstance(factory, type) and dataclasses.is_dataclass(factory):
+        return factory
+    return None
 
 
 def _suggest(key: str) -> str:
-    """verl's name answered with ours, else the nearest known key."""
+    """Verl's name answered with ours, else the nearest known key."""
     leaves = list(describe(Config))
     for leaf in leaves:
-        if leaf.verl == key:
+        if key and leaf.verl == key:
             return f": it is verl's name; here it is {leaf.key}"
-    last = key.rpartition(".")[2]
-    by_last = [d.key for d in leaves if last in (d.key.rpartition(".")[2], d.verl.rpartition(".")[2])]
-    if by_last:
-        return f": did you mean {' or '.join(by_last)}?"
-    text = did_you_mean(key, [d.key for d in leaves])
-    near, _, _ = text.partition("; known")
-    if near:
-        return ":" + near.replace(" (", " ").rstrip(")")
+    head, _, last = key.rpartition(".")
+    names = {d.key.rpartition(".")[2] for d in leaves} | {
+        d.verl.rpartition(".")[2] for d in leaves if d.verl
+    }
+    near = difflib.get_close_matches(last, [*names, *SYNONYMS], n=1, cutoff=0.75)
+    meant = SYNONYMS.get(near[0], near[0]) if near else ""
+    found = [
+        d.key
+        for d in leaves
+        if meant and meant in (d.key.rpartition(".")[2], d.verl.rpartition(".")[2])
+    ]
+    same_section = [k for k in found if k.startswith(head + ".")]
+    if found:
+        return f": did you mean {' or '.join(same_section or found)}?"
     sections = sorted({d.key.partition(".")[0] for d in leaves})
-    return f"; known sections: {', '.join(sections)}"
+    known = [d.key for d in leaves if d.key.startswith(head + ".")] or sections
+    return f"; known: {', '.join(known)}"
 
 
 def _validated(given: Sequence[Mapping[str, Any]]) -> Config:
@@ -138,7 +150,7 @@ def _validated(given: Sequence[Mapping[str, Any]]) -> Config:
         first_line = str(error).splitlines()[0]
         raise ConfigError(f"{error.full_key}: {first_line}") from error
     problems: list[str] = []
-    config = _build(Config, plain, "", problems)
+    config: Config | None = _build(Config, plain, "", problems)
     if config is None or problems:
         raise ConfigError("\n".join(problems))
     problems = check_sections(config)
@@ -148,7 +160,7 @@ def _validated(given: Sequence[Mapping[str, Any]]) -> Config:
 
 
 def _thaw(node: DictConfig) -> None:
-    """Frozen dataclasses become read-only nodes; merging needs them writable, the result is frozen."""
+    """Frozen dataclasses become read-only nodes, and merging needs writable ones."""
     OmegaConf.set_readonly(node, False)
     for name in node:
         child = node._get_node(name)
@@ -162,7 +174,9 @@ def _build(cls: type, values: Any, prefix: str, problems: list[str]) -> Any:
     for f in dataclasses.fields(cls):
         inner = _section_class(f)
         made[f.name] = (
-            _build(inner, values[f.name], f"{prefix}{f.name}.", problems) if inner else values[f.name]
+            _build(inner, values[f.name], f"{prefix}{f.name}.", problems)
+            if inner
+            else values[f.name]
         )
     if any(made[f.name] is None and _section_class(f) for f in dataclasses.fields(cls)):
         return None

@@ -1,7 +1,7 @@
 """The config's sections: keyword-only, read-only dataclasses. Defaults live here and nowhere else.
 
-Each section checks itself in `__post_init__`; rules between sections stand in `checks.py`. Fields that
-verl has too carry verl's key, so that somebody who comes from there is told our name.
+Each section checks itself in `__post_init__`; rules between sections stand in `checks.py`. Fields
+that verl has too carry verl's key, so that somebody who comes from there is told our name.
 """
 
 from __future__ import annotations
@@ -48,9 +48,7 @@ class DataSection:
 
     def __post_init__(self) -> None:
         p = Problems()
-        p.positive(
-            train_batch_size=self.train_batch_size, max_prompt_length=self.max_prompt_length
-        )
+        p.positive(train_batch_size=self.train_batch_size, max_prompt_length=self.max_prompt_length)
         p.done()
 
 
@@ -84,9 +82,7 @@ class RolloutSection:
     max_response_length: int = opt(
         512, "most tokens of a response", verl="data.max_response_length"
     )
-    max_running_requests: int = opt(
-        256, "requests an engine runs at once", verl=R + "max_num_seqs"
-    )
+    max_running_requests: int = opt(256, "requests an engine runs at once", verl=R + "max_num_seqs")
     gpu_memory_utilization: float = opt(
         0.5, "the engine's share of the device's memory", verl=R + "gpu_memory_utilization"
     )
@@ -210,7 +206,9 @@ class ActorSection:
         None, "upper epsilon; clip_ratio if not set", verl=A + "clip_ratio_high"
     )
     clip_ratio_c: float = opt(
-        3.0, "dual clip: bound on the ratio where the advantage is negative", verl=A + "clip_ratio_c"
+        3.0,
+        "dual clip: bound on the ratio where the advantage is negative",
+        verl=A + "clip_ratio_c",
     )
     entropy_coeff: float = opt(
         0.0, "entropy times this is subtracted from the loss", verl=A + "entropy_coeff"
@@ -373,9 +371,7 @@ class TrainerSection:
             save_freq=self.save_freq,
             critic_warmup=self.critic_warmup,
         )
-        p.positive(
-            total_epochs=self.total_epochs, distributed_timeout_s=self.distributed_timeout_s
-        )
+        p.positive(total_epochs=self.total_epochs, distributed_timeout_s=self.distributed_timeout_s)
         p.require(
             self.rollouts_per_step >= -1, "rollouts_per_step", self.rollouts_per_step, "-1 or more"
         )
@@ -418,7 +414,8 @@ class Config:
     """The whole of a run."""
 
     device: Literal["auto", "cpu", "cuda"] = opt(
-        "auto", "cuda: NCCL, Transformer Engine; cpu: gloo, local layers; auto: cuda where there is one",
+        "auto",
+        "cuda: NCCL, Transformer Engine; cpu: gloo, local layers; auto: cuda where there is one",
         verl="trainer.device",
     )  # fmt: skip
     model: ModelSection = section(ModelSection, "actor")

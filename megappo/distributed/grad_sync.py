@@ -80,6 +80,8 @@ def make_trainable(
         name: `actor` or `critic`, for messages.
         chunks: bare model chunks of this rank, weights loaded.
         transformer_config: the chunks' Megatron config; gets the hooks that the schedules call.
+        optim: of this model.
+        layout: overlap switches.
         total_optimizer_steps: length of the learning-rate decay.
     """
     from megatron.core.distributed import (
@@ -111,7 +113,9 @@ def make_trainable(
     )
 
 
-def _make_optimizer(wrapped: Sequence[Any], transformer_config: Any, optim: OptimizerSection) -> Any:
+def _make_optimizer(
+    wrapped: Sequence[Any], transformer_config: Any, optim: OptimizerSection
+) -> Any:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     settings = OptimizerConfig(

@@ -1,7 +1,7 @@
 """Sums, counts and maxima of a step, reduced over ranks without a rank that collects them.
 
-Every rank names the same metrics; one that has nothing to say about one of them adds zero. The bytes
-a rank sends are therefore fixed by the number of metrics, not by the number of ranks.
+Every rank names the same metrics; one that has nothing to say about one of them adds zero. The
+bytes a rank sends are therefore fixed by the number of metrics, not by the number of ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ranks, degrees and groups of one run: TP x PP x CP x DP, tensor parallel innermost.
 
-Megatron owns the groups that carry tensors of the model. Ours carry Python objects and statistics over
-gloo, on CPU, so that they never queue behind device work and have a time limit of their own.
+Megatron owns the groups that carry tensors of the model. Ours carry Python objects and statistics
+over gloo, on CPU, so that they never queue behind device work and have a time limit of their own.
 Left out: expert and virtual-pipeline degrees, which this version does not offer.
 """
 
@@ -118,12 +118,23 @@ class ParallelContext:
 
 
 def start(
-    launch: LaunchEnvironment, *, device: str, tp: int, pp: int, cp: int, seed: int, timeout_s: float
+    launch: LaunchEnvironment,
+    *,
+    device: str,
+    tp: int,
+    pp: int,
+    cp: int,
+    seed: int,
+    timeout_s: float,
 ) -> ParallelContext:
     """Joins the process group and builds all groups. Collective over the world.
 
     Args:
+        launch: from torchrun.
         device: `cpu` (gloo) or `cuda` (NCCL; the device of this local rank).
+        tp: tensor-parallel ranks.
+        pp: pipeline stages.
+        cp: context-parallel ranks.
         seed: of Megatron's random streams.
         timeout_s: limit of one collective, seconds.
     """
@@ -201,7 +212,7 @@ def check_launch(context: ParallelContext, *, nodes: int | None = None) -> None:
     """
     if nodes is None:
         return
-    hosts = {name for name in all_gather_objects(socket.gethostname(), context.world_group)}
+    hosts = set(all_gather_objects(socket.gethostname(), context.world_group))
     if len(hosts) != nodes:
         raise UserError(f"{nodes} nodes were started but {len(hosts)} joined: {sorted(hosts)}")
 

@@ -1,8 +1,8 @@
 """Megatron's forward-backward schedules behind two calls: forward only, and forward with backward.
 
-The schedule (none, 1F1B) is chosen by the pipeline size alone. Losses go in as masked SUMS with their
-counts: Megatron's three-value form, in which gradients are divided once, by the count over all
-micro-batches and all DP and CP ranks. Its two-value form averages means of micro-batches, which
+The schedule (none, 1F1B) is chosen by the pipeline size alone. Losses go in as masked SUMS with
+their counts: Megatron's three-value form, in which gradients are divided once, by the count over
+all micro-batches and all DP and CP ranks. Its two-value form averages means of micro-batches, which
 depends on how a mini-batch is split, and is never used.
 """
 
@@ -21,7 +21,7 @@ Input = TypeVar("Input")
 Output = TypeVar("Output")
 
 ModelCall = Callable[[torch.nn.Module, Input], Tensor]
-"""Runs one chunk on one micro-batch: the hidden state between stages, logits or values on the last."""
+"""Runs one chunk on one micro-batch: hidden states between stages, the head's output last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class LossSum:
     total: Tensor
     """0-dim, attached to the graph: a sum, not a mean."""
     denominator: Tensor
-    """0-dim int: what the sum over all micro-batches and ranks is divided by, this micro-batch's part."""
+    """0-dim int: this micro-batch's part of what the sum over all of them is divided by."""
     tally: Tally
 
 
@@ -104,7 +104,7 @@ def _run(
 
     assert len(chunks) == 1, "virtual pipeline stages are not offered"
     schedule = get_forward_backward_func()
-    # seq_length only sizes buffers of fixed-shape pipelines; ours exchange shapes (variable_seq_lengths).
+    # seq_length sizes the buffers of fixed-shape pipelines only; ours exchange shapes.
     result: list[Any] = schedule(
         forward_step_func=step,
         data_iterator=iter(inputs),

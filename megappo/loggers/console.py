@@ -46,7 +46,9 @@ class ConsoleLogger:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Prints a step; the bar moves along below."""
-        shown = [f"{label} {form.format(metrics[key])}" for label, key, form in COLUMNS if key in metrics]
+        shown = [
+            f"{label} {form.format(metrics[key])}" for label, key, form in COLUMNS if key in metrics
+        ]
         left = self._left(step)
         line = f"step {step:>4}/{self._total}  " + "  ".join(shown)
         if self._progress is None:

@@ -1,7 +1,7 @@
 """`metrics.jsonl`: one JSON object a step, `step` first, names sorted.
 
-On resume, lines beyond the checkpoint are dropped, so that no step stands twice. A half-written last
-line, left by a killed process, is dropped too.
+On resume, lines beyond the checkpoint are dropped, so that no step stands twice. A half-written
+last line, left by a killed process, is dropped too.
 """
 
 from __future__ import annotations

@@ -73,8 +73,12 @@ def extract_answer(text: str, method: str) -> Decimal | None:
             return normalise(marked[1])
     if method == "strict":
         return None
-    numbers = _ANYWHERE.findall(text)
-    return normalise(numbers[-1]) if numbers else None
+    # A number never spans lines, and the last one usually stands in the last line.
+    for line in reversed(text.splitlines()):
+        numbers = _ANYWHERE.findall(line)
+        if numbers:
+            return normalise(numbers[-1])
+    return None
 
 
 def normalise(text: str) -> Decimal | None:

@@ -146,7 +146,7 @@ class Scorer:
                     batch[row][0],
                     _describe(error),
                 )
-        if failed and len(failed) / len(batch) >= self._max_error_rate:
+        if failed and len(failed) / len(batch) > self._max_error_rate:
             row, error = failed[0]
             raise RuntimeError(
                 f"{len(failed)} of {len(batch)} rewards failed, above reward.max_error_rate "

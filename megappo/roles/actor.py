@@ -127,7 +127,8 @@ class Actor:
         log_probs, entropy = self.policy.token_log_probs(
             logits, micro, with_entropy=s.entropy_coeff > 0
         )
-        assert samples.old_log_probs is not None and samples.advantages is not None
+        assert samples.old_log_probs is not None
+        assert samples.advantages is not None
         old = samples.old_log_probs.to(device)
         pg = policy_loss(
             log_probs,
@@ -159,9 +160,7 @@ class Actor:
                 tally.add(f"actor/{name}", total.item(), count.item())
         if is_first:
             tally.add_max("actor/first_ratio_diff_max", _ratio_diff(log_probs, old, mask))
-        return LossSum(
-            total=masked_sum(loss * weights, mask), denominator=denominator, tally=tally
-        )
+        return LossSum(total=masked_sum(loss * weights, mask), denominator=denominator, tally=tally)
 
 
 def _ratio_diff(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> float:

@@ -35,9 +35,7 @@ class Network:
 
     def cut(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> list[MicroBatch]:
         """Micro-batches of a batch, packed on this rank's device."""
-        return cut(
-            batch, micro_batches, device=self.context.device, multiple_of=self.multiple_of
-        )
+        return cut(batch, micro_batches, device=self.context.device, multiple_of=self.multiple_of)
 
     def fill(
         self,
@@ -60,9 +58,7 @@ class Network:
             num_outputs: how many.
         """
         cuts = self.cut(batch, micro_batches)
-        parts = run_forward(
-            chunks, cuts, call=call_model, finish=finish, max_tokens=longest(cuts)
-        )
+        parts = run_forward(chunks, cuts, call=call_model, finish=finish, max_tokens=longest(cuts))
         filled = torch.zeros(
             (num_outputs, *batch.responses.shape), dtype=torch.float32, device=self.context.device
         )
@@ -73,7 +69,7 @@ class Network:
 
 
 def call_model(module: torch.nn.Module, micro: MicroBatch) -> Tensor:
-    """One chunk's forward: hidden states between stages; [1, S, V/TP] logits or [1, S] values last."""
+    """One chunk's forward: hidden states; on the last stage [1, S, V/TP] logits or [1, S] values."""
     packed = micro.packed
     output: Tensor = module(
         input_ids=packed.tokens,

@@ -1,4 +1,4 @@
-"""The value model: values of its states, and its update. Values are never scaled by a temperature."""
+"""The value model: values of states, and its update. No temperature ever scales a value."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ class Critic:
         samples, mode = micro.samples, self.settings.loss_agg_mode
         device = output.device
         mask = samples.response_mask.to(device)
-        assert samples.values is not None and samples.returns is not None
+        assert samples.values is not None
+        assert samples.returns is not None
         per_token = value_loss(
             micro.to_responses(output[0]),
             samples.values.to(device),
@@ -98,7 +99,15 @@ def explained_variance_sums(values: Tensor, returns: Tensor, mask: Tensor) -> Te
     """[5] float64: count, sums of returns, returns^2, errors and errors^2; adds up over ranks."""
     v, r = values[mask].double(), returns[mask].double()
     error = r - v
-    return torch.stack([torch.tensor(float(r.numel()), dtype=torch.float64), r.sum(), (r * r).sum(), error.sum(), (error * error).sum()])
+    return torch.stack(
+        [
+            torch.tensor(float(r.numel()), dtype=torch.float64),
+            r.sum(),
+            (r * r).sum(),
+            error.sum(),
+            (error * error).sum(),
+        ]
+    )
 
 
 def explained_variance(sums: Tensor) -> float:

@@ -38,6 +38,7 @@ _CONTEXT_RESERVE = 8
 """Tokens that SGLang keeps free at the end of the context and of the cache."""
 _CPU_CACHE_TOKENS = 65536
 _FLUSH_TIMEOUT_S = 60.0
+_CUDA_EXIT_TIMEOUT_S = 15.0
 _PLUGINS = {"sglang.srt.platforms": "megappo_cpu", "sglang.srt.plugins": "megappo_seeds"}
 
 
@@ -131,6 +132,8 @@ class SGLangEngine:
             log_file=settings.log_file,
             environment=_environment(settings),
             start_timeout_s=settings.start_timeout_s,
+            # A killed process may leave memory on a GPU behind for a while; on CPU it cannot.
+            exit_timeout_s=_CUDA_EXIT_TIMEOUT_S if settings.device == "cuda" else 0.0,
         )
         self._weight_version = INITIAL_WEIGHT_VERSION
         self._asleep: set[str] = set()

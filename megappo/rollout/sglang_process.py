@@ -39,7 +39,6 @@ T = TypeVar("T")
 
 _POLL_S = 0.5
 _GRACE_AFTER_SIGQUIT_S = 10.0
-_EXIT_TIMEOUT_S = 10.0
 _LOG_TAIL_LINES = 30
 
 
@@ -53,6 +52,7 @@ class SGLangProcess:
         log_file: Path,
         environment: Mapping[str, str],
         start_timeout_s: float,
+        exit_timeout_s: float,
     ) -> None:
         """Starts the engine and waits until it is ready.
 
@@ -61,6 +61,8 @@ class SGLangProcess:
             log_file: takes all output of the engine.
             environment: variables for the engine's processes.
             start_timeout_s: after it, the start counts as failed.
+            exit_timeout_s: at the end, time for the processes to free device memory themselves
+                before they are killed; 0 kills them at once.
 
         Raises:
             EngineDied: the engine did not start; the message ends with the end of its log.
@@ -68,6 +70,7 @@ class SGLangProcess:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("an SGLang engine must be started on the main thread, for SIGQUIT")
         self._log_file = log_file
+        self._exit_timeout_s = exit_timeout_s
         self._children: list[BaseProcess] = []
         self._folder = Path(tempfile.mkdtemp(prefix="megappo-engine-"))
         self._sigquit_at: float | None = None
@@ -221,12 +224,12 @@ class SGLangProcess:
         """Lets the schedulers free device memory themselves, which a kill may not."""
         from sglang.srt.managers.io_struct import ShutdownReq
 
-        if self._cause_of_death() is not None:
+        if self._exit_timeout_s == 0 or self._cause_of_death() is not None:
             return
         self._engine.loop.call_soon_threadsafe(
             self._engine.tokenizer_manager._dispatch_to_scheduler, ShutdownReq()
         )
-        deadline = time.monotonic() + _EXIT_TIMEOUT_S
+        deadline = time.monotonic() + self._exit_timeout_s
         for child in self._children:
             child.join(timeout=max(0.0, deadline - time.monotonic()))
 
@@ -287,8 +290,8 @@ def _close_loop(engine: Any) -> None:
     for task in tasks:
         task.cancel()
     loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-    for socket in (manager.recv_from_detokenizer, manager.send_to_scheduler, engine.send_to_rpc):
-        socket.close(linger=0)
+    for socket in (manager.recv_from_detokenizer, engine.send_to_rpc):
+        socket.context.destroy(linger=0)
     manager.load_snapshot_reader.close()
     Path(manager.load_snapshot_reader.path).unlink(missing_ok=True)
     loop.run_until_complete(loop.shutdown_asyncgens())

@@ -70,7 +70,7 @@ class RolloutWorker:
         return range(count * rank // size, count * (rank + 1) // size)
 
     def push(self, named_tensors: Iterator[tuple[str, Tensor]]) -> SyncReport:
-        """New weights, in Hugging Face names. Collective over the replica (the iterator gathers)."""
+        """New weights, in Hugging Face names. Collective over the replica: the iterator gathers."""
         return self.engine.update_weights(
             named_tensors,
             expected_names=self.weight_names,

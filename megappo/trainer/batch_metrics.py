@@ -37,7 +37,9 @@ def add_batch(tally: Tally, batch: RolloutBatch, entropy: Tensor) -> None:
         entropy: [B, T], of the actor before the update.
     """
     mask, scores = batch.response_mask, batch.scores
-    assert scores is not None and batch.rewards is not None and batch.old_log_probs is not None
+    assert scores is not None
+    assert batch.rewards is not None
+    assert batch.old_log_probs is not None
     count, tokens = len(batch), int(mask.sum())
     tally.add("critic/score/mean", scores.sum().item(), count)
     tally.add("critic/rewards/mean", batch.rewards.sum().item(), count)

@@ -1,15 +1,17 @@
-"""Puts a run together. The only place that names concrete classes of engines, roles and optimizers."""
+"""Puts a run together: the only place that names concrete classes of engines and roles."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
 import torch
 
 from megappo.config import Config
 from megappo.config.sections import OptimizerSection
 from megappo.distributed.grad_sync import Trainable, make_trainable
 from megappo.distributed.parallel import ParallelContext, all_ranks_or_none
-from megappo.models.build import Head, build_chunk, transformer_config
+from megappo.models.build import build_chunk, transformer_config
+from megappo.models.name_map import Head
 from megappo.models.spec import ModelSpec
 from megappo.models.weights import hf_names, load_hf_weights
 from megappo.ppo.kl import AdaptiveKLController, FixedKLController, KLController

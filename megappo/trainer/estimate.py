@@ -39,7 +39,8 @@ class Estimator:
             values_after: [B] value of the state after each sample's last token.
             tally: gets the KL to the reference; the controller is fed with its global mean.
         """
-        assert batch.scores is not None and batch.values is not None
+        assert batch.scores is not None
+        assert batch.values is not None
         rewards, kl = token_rewards(
             batch.scores,
             batch.response_mask,

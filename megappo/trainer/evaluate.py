@@ -32,7 +32,7 @@ class Evaluator:
     context: ParallelContext
 
     def run(self, rollouts: RolloutWorker) -> Mapping[str, float]:
-        """`val/score/mean`, `val/<source>/score/mean`, lengths and rows. Collective over the world."""
+        """`val/score/mean`, the same by data source, lengths, rows. Collective over the world."""
         tally = Tally()
         means = ["val/score/mean", "val/response_length/mean", "val/reward_error"]
         tally.declare(means + [_by_source(s) for s in self.sources])

@@ -1,7 +1,7 @@
 """The loop around steps: resume, validate, log, save, stop.
 
-What a step's line in metrics.jsonl says is written before its checkpoint, so a run that is killed in
-between repeats that step and replaces the line with the same numbers.
+What a step's line in metrics.jsonl says is written before its checkpoint, so a run that is killed
+in between repeats that step and replaces the line with the same numbers.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Conditions under which going on would train on wrong numbers. Decided from reduced metrics, so that
-every rank decides the same."""
+"""Conditions under which going on would train on wrong numbers.
+
+Decided from reduced metrics, so that every rank decides the same.
+"""
 
 from __future__ import annotations
 

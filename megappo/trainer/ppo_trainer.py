@@ -148,7 +148,8 @@ class PPOTrainer:
             batch_metrics.add_batch(tally, batch, entropy)
         reduced = dict(reduce_tally(tally, self.context))
         reduced["critic/score/min"] = -reduced.pop("critic/score/neg_min")
-        assert batch.values is not None and batch.returns is not None
+        assert batch.values is not None
+        assert batch.returns is not None
         sums = explained_variance_sums(batch.values, batch.returns, batch.response_mask)
         reduced["critic/vf_explained_var"] = explained_variance(sum_over_data(sums, self.context))
         return reduced

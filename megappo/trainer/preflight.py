@@ -45,8 +45,14 @@ class Preflight:
         return 0 if self.checkpoint is None else int(layout.read_state(self.checkpoint)["step"])
 
 
-def preflight(config: Config, world_size: int) -> Preflight:
+def preflight(config: Config, world_size: int, *, read_all_prompts: bool = True) -> Preflight:
     """Checks batch arithmetic, model folders, data files, rewards and the run's folder.
+
+    Args:
+        config: of the run.
+        world_size: ranks.
+        read_all_prompts: render every prompt where `data.truncation` is error, so that a row that
+            is too long is found now; one rank doing so is enough.
 
     Raises:
         UserError: the first thing that is wrong, with numbers and remedy.
@@ -55,7 +61,7 @@ def preflight(config: Config, world_size: int) -> Preflight:
     if plan is None:
         raise ConfigError("\n".join(problems))
     specs = _check_models(config)
-    train_rows = check_files(config.data.train_files, prompt_key=config.data.prompt_key)
+    check_files(config.data.train_files, prompt_key=config.data.prompt_key)
     if config.data.val_files:
         check_files(config.data.val_files, prompt_key=config.data.prompt_key, name="val")
     tokenizer = _load_tokenizer(config)
@@ -68,10 +74,13 @@ def preflight(config: Config, world_size: int) -> Preflight:
         batch_size=config.data.train_batch_size,
         seed=config.trainer.seed,
         shuffle=config.data.shuffle,
-        num_dropped=train_rows - len(train_set),
+        num_dropped=train_set.num_dropped,
     )
-    if val_set is not None:
-        len(val_set)  # with truncation `drop` this is where "all rows are too long" shows
+    for rows in (train_set, val_set):
+        if rows is not None:
+            len(rows)  # with truncation `drop` this is where "all rows are too long" shows
+            if read_all_prompts and config.data.truncation == "error":
+                rows.check_prompts()
     total = config.trainer.total_steps or config.trainer.total_epochs * sampler.batches_per_epoch
     checkpoint = _check_run_dir(config, plan, specs)
     return Preflight(
@@ -149,9 +158,7 @@ def _dataset(config: Config, tokenizer: Any, name: str) -> PromptDataset:
     )
 
 
-def _check_run_dir(
-    config: Config, plan: BatchPlan, specs: dict[str, ModelSpec]
-) -> Path | None:
+def _check_run_dir(config: Config, plan: BatchPlan, specs: dict[str, ModelSpec]) -> Path | None:
     run_dir = Path(config.trainer.run_dir)
     nearest = next(p for p in (run_dir.absolute(), *run_dir.absolute().parents) if p.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
@@ -161,11 +168,13 @@ def _check_run_dir(
         return None
     if config.checkpoint.resume == "never":
         raise CheckpointError(
-            f"checkpoint.resume is never and {found} exists: use another trainer.run_dir, remove the "
-            "folder, or set checkpoint.resume=auto"
+            f"checkpoint.resume is never and {found} exists: use another trainer.run_dir, remove "
+            "the folder, or set checkpoint.resume=auto"
         )
     state = layout.read_state(found)
-    check_layout(state, {k: getattr(plan, k) for k in ("world_size", "tp", "pp", "cp", "dp")}, found)
+    check_layout(
+        state, {k: getattr(plan, k) for k in ("world_size", "tp", "pp", "cp", "dp")}, found
+    )
     for role in ("actor", "critic"):
         saved, now = state["models"][role], model_identity(specs[role])
         differing = [f"{k} {saved.get(k)!r} -> {v!r}" for k, v in now.items() if saved.get(k) != v]
@@ -185,11 +194,9 @@ def _warnings(config: Config) -> list[str]:
             "cannot be compared with the trainer's, so guard.max_log_prob_diff does not check; "
             "old log-probs are the trainer's, over the full vocabulary"
         )
-    kinds = ("k1", "kl", "k3", "low_var_kl")
-    if config.actor.use_kl_loss and config.actor.kl_loss_type in kinds and config.actor.kl_loss_coef:
-        if config.actor.kl_loss_type in ("k1", "kl"):
-            found.append(
-                "actor.kl_loss_type k1 has a gradient of mean zero: as a loss it does not lower KL; "
-                "use low_var_kl, k2 or low_var_kl+"
-            )
+    if config.actor.use_kl_loss and config.actor.kl_loss_type in ("k1", "kl"):
+        found.append(
+            "actor.kl_loss_type k1 has a gradient of mean zero: as a loss it does not lower KL; "
+            "use low_var_kl, k2 or low_var_kl+"
+        )
     return found

@@ -44,4 +44,6 @@ class Records:
     def event(self, kind: str, step: int, **details: Any) -> None:
         """Appends an event with the time of day (Unix seconds)."""
         with self._events.open("a") as file:
-            file.write(json.dumps({"time": time.time(), "kind": kind, "step": step, **details}) + "\n")
+            file.write(
+                json.dumps({"time": time.time(), "kind": kind, "step": step, **details}) + "\n"
+            )

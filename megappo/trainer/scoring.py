@@ -27,7 +27,10 @@ class BatchScorer:
         Raises:
             RuntimeError: more rewards failed than `reward.max_error_rate` allows.
         """
-        prompts, completions = batch.prompts[part.start : part.stop], batch.completions[part.start : part.stop]
+        prompts, completions = (
+            batch.prompts[part.start : part.stop],
+            batch.completions[part.start : part.stop],
+        )
         result = self.scorer.score(
             [
                 (p.data_source, c.text, p.ground_truth, p.extra_info)
@@ -37,5 +40,7 @@ class BatchScorer:
         tally.add("reward/error_rate", result.errors, len(prompts))
         tally.add("reward/timeout_rate", result.timeouts, len(prompts))
         parts = all_gather_objects(result.scores, self.context.model_group)
-        scores = torch.tensor([s for part_scores in parts for s in part_scores], dtype=torch.float32)
+        scores = torch.tensor(
+            [s for part_scores in parts for s in part_scores], dtype=torch.float32
+        )
         return batch.with_fields(scores=scores)

@@ -43,7 +43,7 @@ class Session:
         launch = self._launch = LaunchEnvironment.read()
         config = load(config_path, overrides)
         device = parallel.resolve_device(config.device)
-        found = preflight(config, launch.world_size)
+        found = preflight(config, launch.world_size, read_all_prompts=launch.rank == 0)
         self._say_plan(config, found, device)
         if found.resumed_step >= found.total_steps:
             self._say(
@@ -132,7 +132,8 @@ class Session:
         return [LOGGERS[name](settings) for name in config.loggers]
 
     def _say_plan(self, config: Config, found: Preflight, device: str) -> None:
-        spec = found.actor_spec
+        spec, train = found.actor_spec, found.train_set
+        num_val = len(found.val_set) if found.val_set else 0
         self._say(f"megappo {megappo.__version__}  device {device}, {config.model.dtype}")
         self._say(
             f"model      {config.model.path}: {spec.model_type}, {spec.num_layers} layers, hidden "
@@ -141,8 +142,8 @@ class Session:
         for line in found.plan.lines():
             self._say(line)
         self._say(
-            f"data       {len(found.train_set)} train rows ({found.train_set.num_dropped} dropped), "
-            f"{len(found.val_set) if found.val_set else 0} validation rows; {found.total_steps} steps"
+            f"data       {len(train)} train rows ({train.num_dropped} dropped), "
+            f"{num_val} validation rows; {found.total_steps} steps"
         )
         for warning in found.warnings:
             self._say(f"warning    {warning}")

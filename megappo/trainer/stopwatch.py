@@ -22,7 +22,7 @@ PHASES = (
 
 
 class Stopwatch:
-    """Sums seconds by phase since it was made. On CUDA a phase ends when the device has caught up."""
+    """Sums seconds by phase. On CUDA a phase ends when the device has caught up."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

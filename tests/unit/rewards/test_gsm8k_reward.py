@@ -101,6 +101,7 @@ def test_a_last_marker_without_a_number_is_no_answer_in_strict():
         ("12 of H2O", "12"),
         ("#### twelve, 12", "12"),
         ("**18**", "18"),
+        ("5 eggs\nor 18\nof H2O\n", "18"),
     ],
 )
 def test_flexible_falls_back_to_the_last_number(response, number):

@@ -1,0 +1,96 @@
+"""The `megappo` command: `check` and `data`. Thin: the work is done elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megappo.errors import EXIT_DONE, EXIT_USAGE, UserError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code (2 for any mistake in the input)."""
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    try:
+        code: int = args.run(args)
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_USAGE
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="megappo", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    check = commands.add_parser(
+        "check", help="validate a run without a device, a model or an engine"
+    )
+    check.add_argument("config", help="YAML file")
+    check.add_argument("overrides", nargs="*", metavar="key=value")
+    check.add_argument(
+        "--world-size",
+        type=int,
+        help="ranks that will be started; WORLD_SIZE, or one replica (TP x PP x CP), if not given",
+    )
+    check.set_defaults(run=_check)
+
+    data = commands.add_parser("data", help="make Parquet files of prompts")
+    kinds = data.add_subparsers(required=True, metavar="KIND")
+    gsm8k = kinds.add_parser("gsm8k", help="GSM8K's JSON lines to Parquet")
+    gsm8k.add_argument("input", type=Path, metavar="IN.jsonl")
+    gsm8k.add_argument("output", type=Path, metavar="OUT.parquet")
+    gsm8k.add_argument(
+        "--split", default="", help="noted in each row; the input's name if not given"
+    )
+    gsm8k.set_defaults(run=_gsm8k)
+    arithmetic = kinds.add_parser("arithmetic", help="seeded word problems for the quickstart")
+    arithmetic.add_argument("output", type=Path, metavar="OUT_DIR")
+    arithmetic.add_argument("--seed", type=int, default=0)
+    arithmetic.add_argument("--num-train", type=int, default=8192)
+    arithmetic.add_argument("--num-val", type=int, default=256)
+    arithmetic.set_defaults(run=_arithmetic)
+    return parser
+
+
+def _check(args: argparse.Namespace) -> int:
+    from megappo.config import load
+    from megappo.trainer.preflight import preflight
+
+    config = load(args.config, args.overrides)
+    layout = config.parallel
+    world_size = args.world_size or int(os.environ.get("WORLD_SIZE", 0))
+    found = preflight(config, world_size or layout.tp * layout.pp * layout.cp)
+    for line in found.plan.lines():
+        sys.stdout.write(line + "\n")
+    for warning in found.warnings:
+        sys.stdout.write(f"warning    {warning}\n")
+    sys.stdout.write(
+        f"data       {len(found.train_set)} train rows, {found.total_steps} steps\n"
+        f"ok         {args.config}\n"
+    )
+    return EXIT_DONE
+
+
+def _gsm8k(args: argparse.Namespace) -> int:
+    from megappo.data.gsm8k import convert
+
+    rows = convert(args.input, args.output, split=args.split or args.input.stem)
+    sys.stdout.write(f"{args.output}: {rows} rows\n")
+    return EXIT_DONE
+
+
+def _arithmetic(args: argparse.Namespace) -> int:
+    from megappo.data.arithmetic import write_dataset
+
+    write_dataset(args.output, seed=args.seed, num_train=args.num_train, num_val=args.num_val)
+    sys.stdout.write(f"{args.output}: {args.num_train} train and {args.num_val} validation rows\n")
+    return EXIT_DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

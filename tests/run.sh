@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Lint, types and all tests, cheapest first: bash tests/run.sh [pytest arguments for every stage]
+set -euo pipefail
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+cd "$root"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+
+bash launch/setup_venv.sh dev
+bin=.venv/bin
+stage() { printf '\n== %s\n' "$1"; }
+
+stage "lint"
+"$bin/ruff" check .
+"$bin/ruff" format --check .
+stage "types"
+"$bin/mypy"
+stage "unit tests"
+"$bin/pytest" tests/unit -n 2 -q "$@"
+stage "distributed tests (gloo ranks)"
+"$bin/pytest" tests/distributed -q "$@"
+stage "engine tests (real SGLang)"
+"$bin/pytest" tests/engine -q "$@"
+stage "end-to-end tests"
+"$bin/pytest" tests/e2e -q "$@"
+echo
+echo "all green"
