@@ -72,8 +72,22 @@ def check_sections(config: Config) -> list[str]:
             "data.val_files is []: name a file, or set trainer.test_freq=0 and "
             "trainer.val_before_train=false"
         )
-    if rollout.max_running_requests < 1:
-        problems.append(f"rollout.max_running_requests is {rollout.max_running_requests}")
+    algorithm, samples = config.algorithm, data.train_batch_size * rollout.n
+    if algorithm.kl_ctrl == "adaptive":
+        if not algorithm.kl_coef:
+            problems.append(
+                "algorithm.kl_coef is 0: an adaptive coefficient is multiplied; start over 0"
+            )
+        if samples >= 5 * algorithm.horizon:
+            problems.append(
+                f"algorithm.horizon is {algorithm.horizon}: with {samples} samples a step it must be "
+                f"over {samples / 5:g}, or kl_coef could reach 0"
+            )
+        if not algorithm.use_kl_in_reward:
+            problems.append(
+                "algorithm.kl_ctrl is 'adaptive': it steers the KL in the reward; set "
+                "algorithm.use_kl_in_reward=true"
+            )
     if config.device == "cpu" and config.parallel.overlap_param_gather:
         problems.append(
             "parallel.overlap_param_gather is True: it needs a CUDA device; set it to false"

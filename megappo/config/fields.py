@@ -20,9 +20,9 @@ def opt(default: Any, doc: str, *, verl: str = "") -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def section(cls: type, doc: str) -> Any:
-    """A nested section that starts with its own defaults."""
-    return dataclasses.field(default_factory=cls, metadata={"doc": doc, "verl": ""})
+def section(cls: type, doc: str, *, verl: str = "") -> Any:
+    """A nested section that starts with its own defaults; `verl` stands before its fields' names."""
+    return dataclasses.field(default_factory=cls, metadata={"doc": doc, "verl": verl})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,20 +36,20 @@ class Described:
     verl: str
 
 
-def describe(cls: type, prefix: str = "") -> Iterator[Described]:
+def describe(cls: type, prefix: str = "", verl: str = "") -> Iterator[Described]:
     """Every leaf field under a config dataclass, in order of declaration."""
     defaults = cls()
     for f in dataclasses.fields(cls):
         value = getattr(defaults, f.name)
         if dataclasses.is_dataclass(value):
-            yield from describe(type(value), f"{prefix}{f.name}.")
+            yield from describe(type(value), f"{prefix}{f.name}.", f.metadata["verl"])
             continue
         yield Described(
             key=prefix + f.name,
             type=str(f.type),
             default=value,
             doc=f.metadata["doc"],
-            verl=f.metadata["verl"],
+            verl=verl + f.metadata["verl"] if f.metadata["verl"] else "",
         )
 
 

@@ -161,21 +161,19 @@ def _check_kl_kind(p: Problems, field: str, kind: str) -> None:
 class OptimizerSection:
     """Adam with decoupled weight decay, in Megatron's DistributedOptimizer."""
 
-    lr: float = opt(1e-6, "peak learning rate", verl=A + "optim.lr")
-    min_lr: float = opt(0.0, "rate at the end of the decay", verl=A + "optim.min_lr")
-    lr_warmup_steps: int = opt(
-        0, "optimizer steps of linear warm-up", verl=A + "optim.lr_warmup_steps"
-    )
+    lr: float = opt(1e-6, "peak learning rate", verl="optim.lr")
+    min_lr: float = opt(0.0, "rate at the end of the decay", verl="optim.min_lr")
+    lr_warmup_steps: int = opt(0, "optimizer steps of linear warm-up", verl="optim.lr_warmup_steps")
     lr_decay_style: Literal["constant", "linear", "cosine"] = opt(
-        "constant", "shape after the warm-up", verl=A + "optim.lr_decay_style"
+        "constant", "shape after the warm-up", verl="optim.lr_decay_style"
     )
     weight_decay: float = opt(
-        0.01, "decay of matrices; norms and biases are spared", verl=A + "optim.weight_decay"
+        0.01, "decay of matrices; norms and biases are spared", verl="optim.weight_decay"
     )
     beta1: float = opt(0.9, "Adam's first-moment decay")
     beta2: float = opt(0.95, "Adam's second-moment decay")
     eps: float = opt(1e-8, "Adam's epsilon")
-    clip_grad: float = opt(1.0, "largest gradient norm; 0 does not clip", verl=A + "grad_clip")
+    clip_grad: float = opt(1.0, "largest gradient norm; 0 does not clip", verl="grad_clip")
 
     def __post_init__(self) -> None:
         p = Problems()
@@ -197,7 +195,7 @@ class OptimizerSection:
 class ActorSection:
     """The policy's loss and its optimizer."""
 
-    optim: OptimizerSection = section(OptimizerSection, "the actor's optimizer")
+    optim: OptimizerSection = section(OptimizerSection, "the actor's optimizer", verl=A)
     clip_ratio: float = opt(0.2, "PPO's epsilon, both sides", verl=A + "clip_ratio")
     clip_ratio_low: float | None = opt(
         None, "lower epsilon; clip_ratio if not set", verl=A + "clip_ratio_low"
@@ -259,7 +257,7 @@ class CriticSection:
     """The value model: a model of its own with a scalar head."""
 
     path: str = opt("", "Hugging Face folder; the actor's if empty", verl="critic.model.path")
-    optim: OptimizerSection = section(OptimizerSection, "the critic's optimizer")
+    optim: OptimizerSection = section(OptimizerSection, "the critic's optimizer", verl="critic.")
     cliprange_value: float = opt(
         0.5, "values move at most this far from the old ones; 0 does not clip",
         verl="critic.cliprange_value",

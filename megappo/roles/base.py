@@ -69,7 +69,7 @@ class Network:
 
 
 def call_model(module: torch.nn.Module, micro: MicroBatch) -> Tensor:
-    """One chunk's forward: hidden states; on the last stage [1, S, V/TP] logits or [1, S] values."""
+    """One chunk's forward: hidden states, or at the end [1, S, V/TP] logits or [1, S] values."""
     packed = micro.packed
     output: Tensor = module(
         input_ids=packed.tokens,

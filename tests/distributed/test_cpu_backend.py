@@ -11,7 +11,9 @@ from megappo.errors import UserError
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("check", ["twice", "cuda", "late", "version", "rng", "engine_import"])
+@pytest.mark.parametrize(
+    "check", ["twice", "cuda", "late", "version", "rng", "optimizer", "engine_import"]
+)
 def test_installing(check):
     run_ranks("cpu_backend.py", 1, check)
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from megappo.rollout.sglang_engine import EngineSettings, SGLangEngine
 
 VOCABULARY = 128
-CONTEXT = 96
+CONTEXT = 320
 
 
 def make_tiny_model(folder: Path, *, seed: int = 0) -> Path:

@@ -30,7 +30,9 @@ def test_a_seed_is_the_same_in_every_process():
 
 
 def test_seeds_of_many_prompts_do_not_collide():
-    seeds = {sample_seed(1, step=step, row=row, sample=0) for step in range(100) for row in range(500)}
+    seeds = {
+        sample_seed(1, step=step, row=row, sample=0) for step in range(100) for row in range(500)
+    }
     assert len(seeds) == 50_000
 
 

@@ -1,0 +1,107 @@
+"""Starts engines one after another in one process, ends them in every way, writes what it saw.
+
+Usage: python lifecycle_worker.py MODEL FOLDER. The last engine is left to a SIGKILL of this process.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+from conftest import settings_for
+
+from megappo.rollout.engine import EngineDied, GenerationRequest
+from megappo.rollout.sampling import SamplingSettings
+from megappo.rollout.sglang_engine import SGLangEngine
+
+
+def process_state() -> dict[str, object]:
+    return {
+        "environment": {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"},
+        "handlers": [
+            str(signal.getsignal(s))
+            for s in (signal.SIGTERM, signal.SIGQUIT, signal.SIGINT, signal.SIGCHLD)
+        ],
+        "root_log": [str(logging.getLogger().handlers), logging.getLogger().level],
+        "sglang_log": str(logging.getLogger("sglang").handlers),
+        "start_method": multiprocessing.get_start_method(allow_none=True),
+    }
+
+
+def children() -> list[str]:
+    """Command lines of children, without multiprocessing's resource tracker (Python's own)."""
+    found = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
+    return [line for line in found if "resource_tracker" not in line]
+
+
+def answer(engine: SGLangEngine, *, count: int = 64, tokens: int = 12) -> list[object]:
+    sampling = SamplingSettings(max_new_tokens=tokens, ignore_eos=True)
+    requests = [
+        GenerationRequest(token_ids=(40 + i % 9, 70, 51), seed=i, sampling=sampling)
+        for i in range(count)
+    ]
+    return [
+        (c.token_ids, [p.hex() for p in c.log_probs], c.finish_reason, c.text)
+        for c in engine.generate(requests)
+    ]
+
+
+def death(engine: SGLangEngine) -> dict[str, object]:
+    start = time.monotonic()
+    try:
+        answer(engine, tokens=300)
+    except EngineDied as error:
+        return {"message": str(error), "seconds": time.monotonic() - start}
+    return {"message": "survived", "seconds": time.monotonic() - start}
+
+
+def main() -> None:
+    model, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    settings = settings_for(model, folder / "engine.log", timeout_s=120.0)
+    facts: dict[str, object] = {"state_before": process_state()}
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+
+    first = SGLangEngine(settings)
+    facts["first_run"] = answer(first)
+    socket_folder = first._process._folder
+    first.shutdown()
+    facts["children_after_shutdown"] = children()
+    facts["socket_folder_exists"] = socket_folder.exists()
+    facts["shared_memory"] = [str(p) for p in Path("/dev/shm").glob("sglang_loads_*")]
+    facts["bystander_lives"] = bystander.poll() is None
+    facts["state_after_shutdown"] = process_state()
+
+    second = SGLangEngine(settings)
+    facts["second_run"] = answer(second)
+    threading.Timer(0.3, os.kill, (second.pids[0], signal.SIGKILL)).start()
+    facts["killed_while_generating"] = death(second)
+    second.shutdown()
+
+    third = SGLangEngine(settings)
+    facts["third_run"] = answer(third)
+    os.kill(third.pids[0], signal.SIGKILL)
+    time.sleep(1.0)
+    facts["killed_while_idle"] = death(third)
+    third.shutdown()
+    facts["state_after_deaths"] = process_state()
+    bystander.kill()
+    bystander.wait()
+    facts["children_after_deaths"] = children()
+
+    last = SGLangEngine(settings)
+    facts["last_pids"] = last.pids
+    (folder / "facts.json").write_text(json.dumps(facts))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

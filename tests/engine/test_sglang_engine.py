@@ -1,0 +1,338 @@
+"""A real SGLang on CPU, shared by all tests of this file; transformers is the oracle."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from conftest import CONTEXT, VOCABULARY, settings_for
+from transformers import Qwen2ForCausalLM
+
+from megappo.errors import ModelError, UserError
+from megappo.rollout.engine import GenerationRequest
+from megappo.rollout.sampling import SamplingSettings, end_token_ids, sample_seed
+from megappo.rollout.sglang_attention import MAX_PADDED_TOKENS
+from megappo.rollout.sglang_engine import EngineSettings, SGLangEngine
+from megappo.types import Completion
+
+pytestmark = pytest.mark.engine
+
+PROMPTS = [(40 + i, 72, 90 - i, *range(10, 10 + i)) for i in range(6)]
+GREEDY = SamplingSettings(max_new_tokens=12, temperature=0.0, ignore_eos=True)
+FREE = SamplingSettings(max_new_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def hf(tiny_model: Path) -> Qwen2ForCausalLM:
+    return Qwen2ForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+
+
+def ask(
+    engine: SGLangEngine, prompts, sampling: SamplingSettings, *, seeds=None
+) -> list[Completion]:
+    seeds = seeds or range(len(prompts))
+    return engine.generate(
+        [
+            GenerationRequest(token_ids=tuple(prompt), seed=seed, sampling=sampling)
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+    )
+
+
+@torch.inference_mode()
+def log_probs_of(model, prompt, response, *, temperature: float = 1.0) -> torch.Tensor:
+    ids = torch.tensor([[*prompt, *response]])
+    logits = model(ids).logits[0, len(prompt) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
+
+
+@torch.inference_mode()
+def greedy_tokens(model, prompt, count: int) -> tuple[int, ...]:
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return tuple(ids[len(prompt) :])
+
+
+def assert_parity(model, completions: list[Completion], *, temperature: float = 1.0) -> None:
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        expected = log_probs_of(model, prompt, completion.token_ids, temperature=temperature)
+        got = torch.tensor(completion.log_probs)
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+
+
+def test_greedy_tokens_and_log_probs_equal_transformers(engine, hf):
+    completions = ask(engine, PROMPTS, GREEDY)
+    assert [c.token_ids for c in completions] == [greedy_tokens(hf, p, 12) for p in PROMPTS]
+    assert_parity(hf, completions)
+
+
+def test_log_probs_are_those_of_logits_over_temperature(engine, hf):
+    sampling = SamplingSettings(max_new_tokens=12, temperature=0.6, ignore_eos=True)
+    assert_parity(hf, ask(engine, PROMPTS, sampling), temperature=0.6)
+
+
+def test_sequences_too_long_to_pad_agree_with_transformers(engine, hf):
+    prompt = tuple(3 + (7 * i) % 90 for i in range(CONTEXT - 20))
+    assert len(prompt) > MAX_PADDED_TOKENS
+    (completion,) = ask(engine, [prompt], GREEDY)
+    expected = log_probs_of(hf, prompt, completion.token_ids)
+    torch.testing.assert_close(torch.tensor(completion.log_probs), expected, atol=1e-4, rtol=0)
+
+
+def test_same_requests_give_bitwise_equal_answers(engine):
+    prompts = [PROMPTS[i % 6] for i in range(64)]
+    first, second = ask(engine, prompts, FREE), ask(engine, prompts, FREE)
+    assert first == second
+    assert len({c.token_ids for c in first}) == 64
+
+
+def test_a_sample_depends_on_its_seed_and_not_on_its_batch(engine):
+    prompts, seeds = [PROMPTS[1]] * 16, [sample_seed(5, step=0, row=0, sample=k) for k in range(16)]
+    together = [c.token_ids for c in ask(engine, prompts, FREE, seeds=seeds)]
+    backwards = [c.token_ids for c in ask(engine, prompts, FREE, seeds=seeds[::-1])]
+    alone = [ask(engine, [PROMPTS[1]], FREE, seeds=[seed])[0].token_ids for seed in seeds[:3]]
+    assert backwards[::-1] == together
+    assert alone == together[:3]
+    assert len(set(together)) == 16
+
+
+def test_sampled_tokens_follow_the_models_distribution(engine, hf):
+    n = 2000
+    drawn = ask(engine, [PROMPTS[0]] * n, SamplingSettings(max_new_tokens=1, ignore_eos=True))
+    with torch.inference_mode():
+        p = hf(torch.tensor([PROMPTS[0]])).logits[0, -1].softmax(-1).double()
+    counts = torch.bincount(torch.tensor([c.token_ids[0] for c in drawn]), minlength=VOCABULARY)
+    chi_squared = ((counts - n * p) ** 2 / (n * p)).sum().item()
+    # Mean V - 1, variance 2 (V - 1) (rare tokens widen it somewhat): five deviations.
+    assert abs(chi_squared - 127) < 5 * (2 * 127) ** 0.5
+
+
+def test_top_k_keeps_to_the_likeliest_tokens(engine, hf):
+    sampling = SamplingSettings(max_new_tokens=1, top_k=3, ignore_eos=True)
+    drawn = {c.token_ids[0] for c in ask(engine, [PROMPTS[0]] * 64, sampling)}
+    with torch.inference_mode():
+        likeliest = set(hf(torch.tensor([PROMPTS[0]])).logits[0, -1].topk(3).indices.tolist())
+    assert drawn <= likeliest
+    assert len(drawn) > 1
+
+
+def test_an_end_token_is_the_last_id_and_not_in_the_text(engine, hf):
+    path = greedy_tokens(hf, PROMPTS[2], 12)
+    end = path[4]
+    length = path.index(end) + 1
+    (completion,) = ask(
+        engine,
+        [PROMPTS[2]],
+        SamplingSettings(max_new_tokens=12, temperature=0.0, stop_token_ids=(end,)),
+    )
+    assert completion.token_ids == path[:length]
+    assert completion.finish_reason == "stop"
+    assert completion.text == engine._text(path[: length - 1], matched=None)
+
+
+def test_every_end_token_of_the_model_ends_a_response(engine, tiny_model):
+    sampling = SamplingSettings(max_new_tokens=80, stop_token_ids=end_token_ids(tiny_model))
+    completions = ask(engine, [PROMPTS[i % 6] for i in range(128)], sampling)
+    stopped = [c for c in completions if c.finish_reason == "stop"]
+    assert {c.token_ids[-1] for c in stopped} == {1, 2}
+    assert not any({1, 2} & set(c.token_ids[:-1]) for c in completions)
+
+
+def test_a_response_that_is_cut_gets_no_end_token(engine):
+    for completion in ask(engine, PROMPTS, FREE):
+        assert completion.finish_reason == "length"
+        assert len(completion.token_ids) == len(completion.log_probs) == 12
+
+
+def test_a_stop_string_ends_a_response_and_stays_in_its_ids(engine, hf):
+    path = greedy_tokens(hf, PROMPTS[3], 12)
+    text = engine._text(path, matched=None)
+    stop = text[3:5]
+    (completion,) = ask(
+        engine, [PROMPTS[3]], SamplingSettings(max_new_tokens=12, temperature=0.0, stop=(stop,))
+    )
+    assert completion.finish_reason == "stop"
+    assert completion.text == text[: text.index(stop)]
+    assert completion.token_ids == path[: len(completion.token_ids)]
+    assert stop in engine._text(completion.token_ids, matched=None)
+
+
+def test_no_requests_give_no_completions(engine):
+    assert ask(engine, [], FREE) == []
+
+
+def test_a_request_may_fill_the_context_and_not_pass_it(engine):
+    prompt = tuple(range(3, 23))
+    fits = SamplingSettings(max_new_tokens=CONTEXT - 20, ignore_eos=True)
+    assert len(ask(engine, [prompt], fits)[0].token_ids) == CONTEXT - 20
+    over = SamplingSettings(max_new_tokens=CONTEXT - 19, ignore_eos=True)
+    with pytest.raises(UserError, match=f"20 prompt tokens and max_new_tokens {CONTEXT - 19}"):
+        ask(engine, [prompt], over)
+
+
+def test_more_requests_than_run_at_once_are_answered_in_order(engine, hf):
+    one = SamplingSettings(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+    prompts = [(3 + i % 120, 40 + i % 7) for i in range(600)]
+    answers = [c.token_ids[0] for c in ask(engine, prompts, one)]
+    with torch.inference_mode():
+        expected = hf(torch.tensor(prompts)).logits[:, -1].argmax(-1).tolist()
+    assert answers == expected
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 20_000, 1 << 40])
+def test_pushed_weights_are_used_whatever_the_bucket_size(
+    engine, tiny_weights, tiny_model, bucket_bytes
+):
+    generator = torch.Generator().manual_seed(3)
+    changed = {
+        name: w + 0.05 * torch.randn(w.shape, generator=generator)
+        for name, w in tiny_weights.items()
+    }
+    model = Qwen2ForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    model.load_state_dict(changed)
+    settings = engine.settings
+    engine.settings = settings_for(tiny_model, settings.log_file, bucket_bytes=bucket_bytes)
+    before = ask(engine, PROMPTS, GREEDY)
+    version = engine.weight_version + 1
+    report = engine.update_weights(changed.items(), expected_names=set(changed), version=version)
+    engine.settings = settings
+    after = ask(engine, PROMPTS, GREEDY)
+    assert engine.weight_version == version
+    assert report.num_tensors == len(changed)
+    assert report.num_bytes == sum(w.nbytes for w in changed.values())
+    assert after != before
+    assert_parity(model, after)
+
+
+def test_pushes_leave_no_descriptors_behind(engine, tiny_weights):
+    child = psutil.Process(engine.pids[0])
+
+    def push() -> tuple[int, int]:
+        engine.update_weights(
+            tiny_weights.items(),
+            expected_names=set(tiny_weights),
+            version=engine.weight_version + 1,
+        )
+        return psutil.Process().num_fds(), child.num_fds()
+
+    push()
+    counts = [push() for _ in range(8)]
+    assert max(mine for mine, _ in counts) <= counts[0][0] + 1
+    assert max(theirs for _, theirs in counts) <= counts[0][1] + 1
+
+
+def push_names(engine, weights, names) -> None:
+    engine.update_weights(
+        ((name, weights[name]) for name in names),
+        expected_names=set(weights),
+        version=engine.weight_version + 1,
+    )
+
+
+def test_a_misspelt_name_is_an_error_and_the_engine_waits_for_a_full_push(engine, tiny_weights):
+    wrong = {**tiny_weights, "model.layers.0.mlp.up_prj.weight": torch.zeros(2)}
+    with pytest.raises(ValueError, match=r"knows no weight 'model.layers.0.mlp.up_prj.weight'"):
+        engine.update_weights(wrong.items(), expected_names=set(tiny_weights), version=99)
+    with pytest.raises(RuntimeError, match="push of weight version 99 did not complete"):
+        ask(engine, PROMPTS, GREEDY)
+    push_names(engine, tiny_weights, tiny_weights)
+    assert ask(engine, PROMPTS, GREEDY)
+
+
+def test_a_missing_tensor_is_an_error(engine, tiny_weights):
+    names = [name for name in tiny_weights if name != "model.norm.weight"]
+    total = len(tiny_weights)
+    with pytest.raises(ValueError, match=rf"1 of {total} weights .*model.norm.weight"):
+        push_names(engine, tiny_weights, names)
+
+
+def test_a_tensor_that_comes_twice_is_an_error(engine, tiny_weights):
+    with pytest.raises(ValueError, match=r"'model.norm.weight' was pushed twice"):
+        push_names(engine, tiny_weights, [*tiny_weights, "model.norm.weight"])
+
+
+def test_an_exception_of_the_exporter_passes_and_leaves_the_engine_usable(engine, tiny_weights):
+    def broken():
+        yield from list(tiny_weights.items())[:3]
+        raise KeyError("exporter")
+
+    with pytest.raises(KeyError, match="exporter"):
+        engine.update_weights(broken(), expected_names=set(tiny_weights), version=7)
+    push_names(engine, tiny_weights, tiny_weights)
+    assert ask(engine, PROMPTS, GREEDY)
+
+
+def test_answers_of_stale_weights_are_an_error_that_names_both_versions(engine):
+    from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
+
+    manager, version = engine._process.manager, engine.weight_version
+
+    def set_version(new: str) -> None:
+        engine._process.call(
+            manager.update_weight_version(UpdateWeightVersionReqInput(new_version=new)),
+            timeout_s=60,
+            what="testing",
+        )
+
+    set_version("41")
+    with pytest.raises(RuntimeError, match=f"weight version 41, and version {version}"):
+        ask(engine, PROMPTS, GREEDY)
+    set_version(str(version))
+    assert ask(engine, PROMPTS, GREEDY)
+
+
+def test_after_sleep_the_engine_answers_only_once_weights_were_pushed(engine, tiny_weights):
+    before = ask(engine, PROMPTS, GREEDY)
+    engine.sleep()
+    with pytest.raises(RuntimeError, match="the engine sleeps"):
+        ask(engine, PROMPTS, GREEDY)
+    with pytest.raises(RuntimeError, match="call wake"):
+        push_names(engine, tiny_weights, tiny_weights)
+    engine.wake()
+    with pytest.raises(RuntimeError, match="weights were not pushed again"):
+        ask(engine, PROMPTS, GREEDY)
+    push_names(engine, tiny_weights, tiny_weights)
+    assert ask(engine, PROMPTS, GREEDY) == before
+
+
+def test_a_request_inside_a_running_event_loop_is_answered(engine):
+    import asyncio
+
+    async def inside() -> list[Completion]:
+        return ask(engine, PROMPTS, GREEDY)
+
+    assert asyncio.run(inside()) == ask(engine, PROMPTS, GREEDY)
+
+
+def test_the_trainers_signal_handlers_stay_while_the_engine_lives(engine):
+    seen = []
+    before = signal.signal(signal.SIGTERM, lambda *_: seen.append("SIGTERM"))
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert ask(engine, PROMPTS, GREEDY)
+    signal.signal(signal.SIGTERM, before)
+    assert seen == ["SIGTERM"]
+
+
+def test_a_folder_without_model_is_a_model_error(tmp_path: Path):
+    with pytest.raises(ModelError, match=r"has no config.json"):
+        SGLangEngine(settings_for(tmp_path, tmp_path / "log"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"device": "tpu"}, "device must be one of"),
+        ({"dtype": "int8"}, "dtype must be one of"),
+        ({"max_running_requests": 0}, "max_running_requests must be at least 1, not 0"),
+        ({"max_total_tokens": 50}, r"max_total_tokens \(50\) must hold .* \(320\)"),
+    ],
+)
+def test_impossible_engine_settings_are_refused(tiny_model, change, message):
+    options = {"context_length": CONTEXT, "device": "cpu", "dtype": "float32", **change}
+    with pytest.raises(UserError, match=message):
+        EngineSettings(model_path=tiny_model, log_file=Path("log"), **options)

@@ -1,0 +1,69 @@
+import pytest
+
+from megappo.checkpoint import layout
+from megappo.errors import CheckpointError
+
+
+def write(folder, step):
+    temporary = folder / f"{layout.step_name(step)}.saving"
+    (temporary / "actor").mkdir(parents=True)
+    (temporary / layout.STATE_FILE).write_text(f'{{"step": {step}}}')
+    layout.publish(temporary, folder / layout.step_name(step))
+
+
+def test_the_newest_published_checkpoint_is_the_latest(tmp_path):
+    write(tmp_path, 10)
+    write(tmp_path, 20)
+    assert layout.latest(tmp_path) == tmp_path / "step_000020"
+    assert layout.read_state(layout.latest(tmp_path)) == {"step": 20}
+
+
+def test_an_empty_run_has_no_latest(tmp_path):
+    assert layout.latest(tmp_path / "nowhere") is None
+    assert layout.latest(tmp_path) is None
+
+
+def test_a_save_that_was_cut_off_is_not_taken_for_a_checkpoint(tmp_path):
+    write(tmp_path, 15)
+    half = tmp_path / "step_000020.saving"
+    half.mkdir()
+    (half / layout.STATE_FILE).write_text('{"step": 20}')
+    assert layout.latest(tmp_path) == tmp_path / "step_000015"
+
+
+def test_without_a_pointer_the_newest_whole_checkpoint_counts_and_never_zero(tmp_path):
+    write(tmp_path, 10)
+    write(tmp_path, 15)
+    (tmp_path / layout.LATEST).unlink()
+    assert layout.latest(tmp_path) == tmp_path / "step_000015"
+
+
+def test_a_pointer_to_nothing_is_an_error_that_lists_what_is_there(tmp_path):
+    write(tmp_path, 10)
+    (tmp_path / layout.LATEST).write_text("step_000099\n")
+    with pytest.raises(CheckpointError, match=r"step_000099.*complete: step_000010"):
+        layout.latest(tmp_path)
+
+
+def test_pruning_keeps_the_newest_and_clears_cut_off_saves(tmp_path):
+    for step in (5, 10, 15):
+        write(tmp_path, step)
+    (tmp_path / "step_000020.saving").mkdir()
+    layout.prune(tmp_path, keep=2)
+    assert layout.complete_steps(tmp_path) == [10, 15]
+    assert not (tmp_path / "step_000020.saving").exists()
+    assert layout.latest(tmp_path) == tmp_path / "step_000015"
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    write(tmp_path, 10)
+    (tmp_path / "step_000010" / "stale").write_text("x")
+    write(tmp_path, 10)
+    assert not (tmp_path / "step_000010" / "stale").exists()
+
+
+def test_an_unreadable_state_is_one_clear_error(tmp_path):
+    write(tmp_path, 10)
+    (tmp_path / "step_000010" / layout.STATE_FILE).write_text("{")
+    with pytest.raises(CheckpointError, match=r"state\.json cannot be read"):
+        layout.read_state(tmp_path / "step_000010")

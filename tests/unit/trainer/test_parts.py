@@ -1,0 +1,135 @@
+"""Parts of the loop that need no ranks: time split, guard, mini-batches, metrics, exit codes."""
+
+import math
+import time
+
+import pytest
+import torch
+
+from megappo.config.sections import GuardSection
+from megappo.distributed.metrics import Tally
+from megappo.errors import GuardStop
+from megappo.roles.critic import explained_variance, explained_variance_sums
+from megappo.trainer.batch_metrics import MAXIMA, MEANS, add_batch
+from megappo.trainer.guard import Guard
+from megappo.trainer.ppo_trainer import StepPlan
+from megappo.trainer.stopwatch import PHASES, Stopwatch
+from megappo.types import Completion, Prompt, collate
+
+
+def batch_of(lengths, reasons=None):
+    prompts = [
+        Prompt(row=i, token_ids=(1, 2), data_source="d", ground_truth="", extra_info={})
+        for i in range(len(lengths))
+    ]
+    completions = [
+        Completion(
+            token_ids=(5,) * n,
+            log_probs=(-1.0,) * n,
+            finish_reason=(reasons or ["stop"] * len(lengths))[i],
+            text="",
+        )
+        for i, n in enumerate(lengths)
+    ]
+    return collate(prompts, completions)
+
+
+def test_the_time_split_adds_up_to_the_step():
+    watch = Stopwatch(torch.device("cpu"))
+    with watch.phase("generate"):
+        time.sleep(0.02)
+    with watch.phase("generate"):
+        time.sleep(0.01)
+    found = watch.metrics()
+    assert found["timing_s/generate"] >= 0.03
+    parts = sum(found[f"timing_s/{p}"] for p in (*PHASES, "other"))
+    assert parts == pytest.approx(found["timing_s/step"])
+
+
+@pytest.mark.parametrize(("found", "stops"), [(0.4, False), (0.6, True), (math.nan, True)])
+def test_the_guard_stops_on_a_gap_between_engine_and_trainer(found, stops):
+    guard = Guard(settings=GuardSection(max_log_prob_diff=0.5), comparable=True)
+    metrics = {"rollout/log_prob_diff_mean": found}
+    if stops:
+        with pytest.raises(GuardStop, match=r"guard\.max_log_prob_diff \(0\.5\)"):
+            guard.check(7, metrics)
+    else:
+        guard.check(7, metrics)
+
+
+def test_the_guard_is_silent_where_log_probs_cannot_be_compared_or_it_is_off():
+    metrics = {"rollout/log_prob_diff_mean": 3.0}
+    Guard(settings=GuardSection(max_log_prob_diff=0.5), comparable=False).check(1, metrics)
+    Guard(settings=GuardSection(max_log_prob_diff=0.0), comparable=True).check(1, metrics)
+
+
+def test_mini_batches_are_consecutive_and_cover_the_batch():
+    plan = StepPlan(
+        mini_batch_prompts=2,
+        mini_batch=4,
+        actor_micro_batch=2,
+        critic_micro_batch=4,
+        ppo_epochs=1,
+        critic_warmup=0,
+    )
+    minis = plan.minis(batch_of([1, 2, 3, 4, 5, 6, 7, 8]), 2)
+    assert [[p.row for p in m.samples.prompts] for m in minis] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [m.micro_batches for m in minis] == [((0, 1), (2, 3))] * 2
+
+
+def test_batch_metrics_weigh_tokens_and_samples_as_they_should():
+    batch = batch_of([1, 3], ["stop", "length"])
+    ones = torch.ones(2, 3)
+    batch = batch.with_fields(
+        scores=torch.tensor([1.0, 0.0]),
+        rewards=torch.tensor([[1.0, 0, 0], [0, 0, 0]]),
+        old_log_probs=torch.tensor([[-1.0, 9, 9], [-1.0, -1.0, -1.5]]),
+        advantages=ones,
+        returns=ones,
+        values=2 * ones,
+    )
+    tally = Tally()
+    add_batch(tally, batch, torch.tensor([[1.0, 9, 9], [2.0, 2.0, 3.0]]))
+    means = {name: total / count for name, (total, count) in tally.sums.items()}
+    assert set(means) == set(MEANS)
+    assert set(tally.maxima) == set(MAXIMA)
+    assert means["critic/score/mean"] == 0.5
+    assert means["response_length/mean"] == 2.0
+    assert means["response_length/clip_ratio"] == 0.5
+    assert means["actor/entropy"] == 2.0
+    assert means["rollout/log_prob_diff_mean"] == pytest.approx(0.125)
+    assert tally.maxima["rollout/log_prob_diff_max"] == pytest.approx(0.5)
+
+
+def test_a_nan_log_prob_shows_in_the_difference():
+    batch = batch_of([2])
+    zeros = torch.zeros(1, 2)
+    batch = batch.with_fields(
+        scores=torch.zeros(1),
+        rewards=zeros,
+        old_log_probs=torch.tensor([[-1.0, math.nan]]),
+        advantages=zeros,
+        returns=zeros,
+        values=zeros,
+    )
+    tally = Tally()
+    add_batch(tally, batch, zeros)
+    assert tally.maxima["rollout/log_prob_diff_max"] == math.inf
+
+
+def test_explained_variance_adds_up_over_ranks():
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(4, 5, generator=generator, dtype=torch.float64)
+    returns = values + 0.3 * torch.randn(4, 5, generator=generator, dtype=torch.float64)
+    mask = torch.rand(4, 5, generator=generator) > 0.3
+    parts = [explained_variance_sums(values[r], returns[r], mask[r]) for r in ([0, 1], [2, 3])]
+    r, e = returns[mask].double(), (returns - values)[mask].double()
+    expected = 1 - e.var(correction=0) / r.var(correction=0)
+    assert explained_variance(sum(parts)) == pytest.approx(expected.item(), abs=1e-9)
+
+
+def test_explained_variance_of_nothing_or_of_a_constant_is_zero():
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    same = torch.full((1, 2), 3.0)
+    assert explained_variance(explained_variance_sums(same, same, ~mask)) == 0.0
+    assert explained_variance(explained_variance_sums(same, same, mask)) == 0.0
