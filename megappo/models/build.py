@@ -184,6 +184,7 @@ def build_chunk(
         position_embedding_type="rope",
         vp_stage=vp_stage,
     )
+    _mark_sharded_parameters(chunk)
     # Megatron's own formulas know one set of llama3 numbers only.
     rotary = chunk.rotary_pos_emb
     rotary.inv_freq = inverse_frequencies(spec.rope, spec.head_dim).to(rotary.inv_freq.device)
@@ -194,6 +195,26 @@ def build_chunk(
     if not config.use_cpu_initialization:
         chunk.cuda()
     return chunk.to(config.params_dtype)
+
+
+def _mark_sharded_parameters(chunk: torch.nn.Module) -> None:
+    """Says which parameters are shards over TP.
+
+    Megatron's layers do so while they draw weights (layers.py:101), which is left out here. Without
+    the mark a shard counts as a copy, and the gradient norm is that of TP rank 0's shards alone.
+    """
+    from megatron.core.tensor_parallel import layers
+
+    sharded_dim = {
+        layers.ColumnParallelLinear: 0,
+        layers.RowParallelLinear: 1,
+        layers.VocabParallelEmbedding: 0,
+    }
+    for module in chunk.modules():
+        dim = sharded_dim.get(type(module))
+        weight = getattr(module, "weight", None)
+        if dim is not None and weight is not None and not hasattr(weight, "partition_dim"):
+            layers.set_tensor_model_parallel_attributes(weight, True, dim, 1)
 
 
 def _block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:

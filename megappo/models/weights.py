@@ -64,7 +64,7 @@ def load_hf_weights(
 
     tp, rank = ps.get_tensor_model_parallel_world_size(), ps.get_tensor_model_parallel_rank()
     with TensorFolder(folder) as tensors, torch.no_grad():
-        expected = _check_names(tensors, spec, head)
+        expected = check_names(tensors, spec, head)
         table = tensor_map(spec, head)
         for name, parameter in _named_parameters(chunks):
             entry = table[name]
@@ -75,8 +75,12 @@ def load_hf_weights(
             parameter.copy_(shard)
 
 
-def _check_names(tensors: TensorFolder, spec: ModelSpec, head: Head) -> dict[str, tuple[int, ...]]:
-    """Name and shape of the tensors that will be read; every other one must be known to be idle."""
+def check_names(tensors: TensorFolder, spec: ModelSpec, head: Head) -> dict[str, tuple[int, ...]]:
+    """Name and shape of the tensors that will be read; every other one must be known to be idle.
+
+    Raises:
+        ModelError: a tensor is missing, unknown, or of another shape than the model's.
+    """
     found = {name for name in tensors.names() if not _DERIVED.fullmatch(name)}
     expected = hf_names(spec, head=head)
     if head == "value" and VALUE_HEAD not in found:

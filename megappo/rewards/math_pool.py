@@ -1,10 +1,10 @@
-"""Processes that compare mathematical expressions, each killed when a comparison takes too long.
+"""Processes that compare mathematical expressions within a wall-clock limit, shared by threads.
 
 Threads cannot be killed, and a signal handler neither runs off the main thread nor interrupts an
-operation on large integers, so the time limit has to be a kill from outside. Two processes take
-turns: while one works, the replacement of a killed one starts up, so that a row of hopeless
-expressions costs the time limit each and not a start-up on top. Not handled: a caller that forks
-after the first comparison would share the pipes with its child; start processes by spawning.
+operation on large integers, so the time limit has to be a kill from outside. Each `math_worker`
+kills its own child that is over time and has another at once; here are the trainer's end of it and
+the replacement of workers that are lost altogether. Not handled: a caller that forks after the
+first comparison would share the pipes with its child; start processes by spawning.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import logging
 import os
 import queue
 import select
-import signal
 import subprocess
 import sys
 import threading
@@ -27,6 +26,10 @@ from megappo.rewards.base import RewardTimeoutError
 
 START_TIMEOUT_S = 120.0
 """A start takes about a second; the limit is for a machine that is very busy."""
+EXIT_TIMEOUT_S = 2.0
+"""A worker that is told to end gets this long before it is killed."""
+STUCK_MARGIN_S = 10.0
+"""A worker that is silent this long past the time limit is taken for lost, and killed."""
 
 _log = logging.getLogger(__name__)
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
@@ -43,14 +46,16 @@ class MathVerifier:
 
         Args:
             timeout_s: Wall-clock limit of one comparison; start-up and queueing do not count.
-            num_workers: Comparisons at once. At least 2 hide the start-up after a kill.
+            num_workers: Comparisons at once; threads beyond that queue. The second process starts
+                only when the first is busy.
         """
         assert timeout_s > 0, timeout_s
         assert num_workers >= 1, num_workers
         self.timeout_s = timeout_s
         self.num_timeouts = 0
         self._lock = threading.Lock()
-        self._idle: queue.Queue[_Worker | None] = queue.Queue()
+        # Last in, first out: a process that runs is taken before one that has yet to start.
+        self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
         for _ in range(num_workers):
             self._idle.put(None)
 
@@ -70,23 +75,16 @@ class MathVerifier:
             self._count_timeout(answer)
             raise
         finally:
-            self._give_back(worker)
+            # Also on errors, or the pool would shrink for ever. None stands for one to be started.
+            self._idle.put(worker if worker is not None and worker.alive else None)
 
     def close(self) -> None:
         """Ends the idle processes; a later comparison starts new ones."""
-        for _ in range(self._idle.qsize()):
-            worker = self._idle.get()
+        places = [self._idle.get() for _ in range(self._idle.qsize())]
+        for worker in places:
             if worker is not None:
                 worker.kill()
             self._idle.put(None)
-
-    def _give_back(self, worker: _Worker | None) -> None:
-        replacement = None
-        try:
-            replacement = worker if worker is not None and worker.alive else _Worker()
-        finally:
-            # Even if no process can be started: a lost place would shrink the pool for ever.
-            self._idle.put(replacement)
 
     def _count_timeout(self, answer: str) -> None:
         with self._lock:
@@ -102,7 +100,7 @@ class MathVerifier:
 
 
 class _Worker:
-    """One running `math_worker`. After any failure it is killed and not used again."""
+    """One running `math_worker`. After a failure of the pipes it is killed and not used again."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -123,33 +121,28 @@ class _Worker:
 
     def equal(self, answer: str, wanted: str, *, timeout_s: float) -> bool:
         try:
-            self._wait_until_ready()
-            reply = self._ask({"answer": answer, "wanted": wanted, "timeout_s": timeout_s})
+            if not self._ready:
+                self._receive(timeout_s=START_TIMEOUT_S)
+                self._ready = True
+            self._send({"answer": answer, "wanted": wanted, "timeout_s": timeout_s})
+            reply = self._receive(timeout_s=timeout_s + STUCK_MARGIN_S)
         except BaseException:
             # What is left in the pipes would be taken for the next reply.
             self.kill()
             raise
-        if reply.get("out_of_memory"):
-            self.kill()
-            raise RewardTimeoutError(f"comparing {answer!r:.200} ran out of memory")
-        if "error" in reply:
-            raise RuntimeError(f"math-verify failed on {answer!r:.200}: {reply['error']}")
-        return bool(reply["equal"])
+        if "equal" in reply:
+            return bool(reply["equal"])
+        if "timeout" in reply:
+            raise RewardTimeoutError(f"comparing {answer:.200} took over {timeout_s} s")
+        if "out_of_memory" in reply:
+            raise RewardTimeoutError(f"comparing {answer:.200} ran out of memory")
+        raise RuntimeError(f"math-verify failed on {answer:.200}: {reply}")
 
     def kill(self) -> None:
         """Ends the process and reaps it; harmless when repeated."""
         self._finalizer()
 
-    def _wait_until_ready(self) -> None:
-        if self._ready:
-            return
-        try:
-            self._receive(timeout_s=START_TIMEOUT_S)
-        except RewardTimeoutError as error:
-            raise RuntimeError(f"math_worker was not ready after {START_TIMEOUT_S} s") from error
-        self._ready = True
-
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _send(self, request: dict[str, Any]) -> None:
         assert self._process.stdin is not None
         line = json.dumps(request).encode() + b"\n"
         try:
@@ -157,30 +150,24 @@ class _Worker:
                 line = line[self._process.stdin.write(line) :]
         except BrokenPipeError as error:
             raise RuntimeError(self._obituary()) from error
-        return self._receive(timeout_s=request["timeout_s"])
 
     def _receive(self, *, timeout_s: float) -> dict[str, Any]:
         assert self._process.stdout is not None
         deadline = time.monotonic() + timeout_s
         # poll, not select: a training process may hold more than 1024 descriptors.
         poll = select.poll()
-        poll.register(self._process.stdout, select.POLLIN | select.POLLHUP)
+        poll.register(self._process.stdout, select.POLLIN)
         while b"\n" not in self._received:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0 or not poll.poll(left_s * 1000):
-                raise RewardTimeoutError(f"no reply within {timeout_s} s")
+            left_s = max(deadline - time.monotonic(), 0.0)
+            if not poll.poll(left_s * 1000):
+                raise RuntimeError(f"math_worker said nothing for {timeout_s} s")
             part = os.read(self._process.stdout.fileno(), 65536)
             if not part:
-                raise self._ended()
+                raise RuntimeError(self._obituary())
             self._received += part
         line, self._received = self._received.split(b"\n", 1)
         message: dict[str, Any] = json.loads(line)
         return message
-
-    def _ended(self) -> RuntimeError:
-        if self._process.wait() == -signal.SIGALRM:
-            return RewardTimeoutError("the comparison was ended by its own alarm")
-        return RuntimeError(self._obituary())
 
     def _obituary(self) -> str:
         return (
@@ -191,8 +178,13 @@ class _Worker:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
         pipe.close()
+    # A worker that waits for a request ends its child and itself now that stdin is closed; one that
+    # is stuck does neither, and the child's alarm takes care of the child.
+    try:
+        process.wait(timeout=EXIT_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -235,6 +235,9 @@ class SGLangEngine:
         tags = [tag for tag in _MEMORY_TAGS if tag not in self._asleep]
         if not tags:
             return
+        # SGLang answers before its scheduler is idle, and a release while it is not ends it. A
+        # flush waits for that.
+        self.flush()
         self._process.call(
             self._process.manager.release_memory_occupation(
                 ReleaseMemoryOccupationReqInput(tags=tags)

@@ -122,7 +122,7 @@ class _Push:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """SGLang's bracket around an update; closed on any exception, so a new push can open one."""
+        """SGLang's bracket around an update; closed on any exception, so that another can open."""
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
 
         manager = self._process.manager

@@ -36,7 +36,7 @@ def build_trainer(
     config: Config, found: Preflight, context: ParallelContext, *, log_file: Path
 ) -> PPOTrainer:
     """Models, optimizers and this rank's engine. Collective over the world; takes a while."""
-    actor, critic, reference = _build_roles(config, found, context)
+    actor, critic, reference = build_roles(config, found, context)
     with all_ranks_or_none(context, "starting the SGLang engine"):
         engine = SGLangEngine(_engine_settings(config, context, log_file))
     rollouts = RolloutWorker(
@@ -128,7 +128,7 @@ def build_network(
     return Network(spec=spec, config=settings, chunks=[chunk], context=context)
 
 
-def _build_roles(
+def build_roles(
     config: Config, found: Preflight, context: ParallelContext
 ) -> tuple[Actor, Critic, Policy | None]:
     paths = model_paths(config)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from launch import run_ranks
 from megappo.distributed.cpu_backend import AdamW, install, retarget
 from megappo.errors import UserError
+from tests.distributed.launch import run_ranks
 
 
 @pytest.mark.distributed

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
-from tiny_models import COMMON, LINEAR_ROPE, LLAMA3_ROPE, MODELS, save_tiny_model, sequences
 
-from launch import run_ranks
 from megappo.errors import ModelError
 from megappo.models import packing
+from megappo.models.attention import PackedCausalAttention, group_by_length
 from megappo.models.build import check_layout, padded_vocab_size
 from megappo.models.hf_folder import TensorFolder, write_folder
 from megappo.models.name_map import canonical_name, hf_names
 from megappo.models.rope import inverse_frequencies, read_rope
 from megappo.models.spec import load_spec, spec_from_config
+from megappo.models.weights import check_names
+from tests.distributed.launch import run_ranks
+from tests.distributed.tiny_models import (
+    COMMON,
+    LINEAR_ROPE,
+    LLAMA3_ROPE,
+    MODELS,
+    save_tiny_model,
+    sequences,
+)
 
 LAYOUTS = {
     "tp1": (1,),
@@ -87,6 +97,10 @@ def assert_close_in_scale(actual: torch.Tensor, expected: torch.Tensor, toleranc
     assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
 
 
+def norm(gradients: dict[str, torch.Tensor]) -> float:
+    return torch.cat([g.flatten() for g in gradients.values()]).norm().item()
+
+
 def stored(folder: Path) -> dict[str, torch.Tensor]:
     tensors = {}
     for file in sorted(folder.glob("*.safetensors")):
@@ -105,6 +119,7 @@ def test_logits_and_gradients_equal_transformers_and_export_is_exact(models, lay
         result = torch.load(tmp_path / name / "result.pt")
         outputs, gradients = oracle(models / name, padding_multiple=2 if "sp" in layout else 1)
         assert (torch.cat(result["outputs"]) - outputs).abs().max() < 1e-4
+        assert result["norm"] == pytest.approx(norm(gradients), rel=1e-5)
         assert result["gradients"].keys() == gradients.keys()
         for parameter, expected in gradients.items():
             assert_close_in_scale(result["gradients"][parameter], expected, 2e-5)
@@ -134,6 +149,7 @@ def test_values_and_value_gradients_equal_a_linear_head_on_transformers(
         gradients.pop("lm_head.weight", None)
         assert (torch.cat(result["outputs"]) - outputs).abs().max() < 1e-4
         assert result["outputs"][0].dtype == torch.float32
+        assert result["norm"] == pytest.approx(norm(gradients), rel=1e-5)
         assert result["gradients"].keys() == gradients.keys() == saved.keys()
         for parameter, expected in gradients.items():
             assert_close_in_scale(result["gradients"][parameter], expected, 2e-5)
@@ -406,3 +422,61 @@ def test_responses_are_read_where_they_are_predicted():
     assert out.tolist() == [[1, 2, 0, 0], [4, 5, 6, 0], [0, 0, 0, 0]]
     out.sum().backward()
     assert flat.grad.tolist() == [0, 1, 1, 0, 1, 1, 1, 0, 0, 0, 0]
+
+
+def test_weights_that_do_not_fit_the_model_are_named(models, tmp_path):
+    from safetensors.torch import save_file
+
+    folder = shutil.copytree(models / "qwen3", tmp_path / "model")
+    spec, tensors = load_spec(folder), stored(folder)
+    tensors["model.layers.4.extra.weight"] = tensors.pop("model.layers.2.mlp.up_proj.weight")
+    save_file(tensors, folder / "model.safetensors")
+    with TensorFolder(folder) as source, pytest.raises(ModelError) as error:
+        check_names(source, spec, "lm")
+    assert "missing model.layers.2.mlp.up_proj.weight; unknown model.layers.4.extra.weight" in str(
+        error.value
+    )
+
+
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(models):
+    spec = load_spec(models / "qwen3")
+    with (
+        TensorFolder(models / "qwen3") as source,
+        pytest.raises(ModelError, match=r"shape \[131, 64\], but this model needs \[132, 64\]"),
+    ):
+        check_names(source, replace(spec, vocab_size=132), "lm")
+
+
+def test_a_critic_may_start_from_a_language_model_but_an_actor_not_without_its_head(models):
+    spec = load_spec(models / "llama_tied")
+    with TensorFolder(models / "llama_tied") as source:
+        assert "score.weight" not in check_names(source, spec, "value")
+        with pytest.raises(ModelError, match=r"missing lm_head\.weight"):
+            check_names(source, replace(spec, tied=False), "lm")
+
+
+def test_only_sequences_of_similar_length_are_padded_together():
+    # 10^2 + 10^2 + 9^2 fill 0.937 of 3 x 10^2; adding 4^2 would fill 0.74 of 4 x 10^2.
+    assert group_by_length([10, 4, 10, 9, 4]) == [[0, 2, 3], [1, 4]]
+
+
+def test_packed_attention_equals_a_masked_softmax_over_each_sequence():
+    from types import SimpleNamespace
+
+    generator = torch.Generator().manual_seed(1)
+    lengths, scale = [5, 1, 5, 4], 8**-0.5
+    query, key, value = (torch.randn(15, n, 8, generator=generator) for n in (4, 2, 2))
+    tensors = [x.requires_grad_() for x in (query, key, value)]
+    config = SimpleNamespace(context_parallel_size=1, attention_dropout=0.0)
+    starts = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 5, 6, 11, 15]))
+    out = PackedCausalAttention(config=config)(*tensors, None, packed_seq_params=starts)
+    gradients = torch.autograd.grad(out.square().sum(), tensors)
+    sequence = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
+    allowed = (sequence[:, None] == sequence) & torch.ones(15, 15).tril().bool()
+    wide_key, wide_value = (x.repeat_interleave(2, dim=1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, wide_key) * scale
+    weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
+    expected = torch.einsum("hqk,khd->qhd", weights, wide_value).flatten(1)
+    assert (out - expected).abs().max() < 1e-6
+    wanted = torch.autograd.grad(expected.square().sum(), tensors)
+    assert all((a - b).abs().max() < 1e-5 for a, b in zip(gradients, wanted, strict=True))

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from launch import run_ranks
 from megappo.distributed.vocab_parallel import log_probs_and_entropy
+from tests.distributed.launch import run_ranks
 
 VOCAB, PADDED = 37, 40
 

@@ -1,6 +1,6 @@
 """Starts engines one after another in one process, ends them in every way, writes what it saw.
 
-Usage: python lifecycle_worker.py MODEL FOLDER. The last engine is left to a SIGKILL of this process.
+Usage: python lifecycle_worker.py MODEL FOLDER. A SIGKILL of this process ends the last engine.
 """
 
 from __future__ import annotations
@@ -76,7 +76,6 @@ def main() -> None:
     first.shutdown()
     facts["children_after_shutdown"] = children()
     facts["socket_folder_exists"] = socket_folder.exists()
-    facts["shared_memory"] = [str(p) for p in Path("/dev/shm").glob("sglang_loads_*")]
     facts["bystander_lives"] = bystander.poll() is None
     facts["state_after_shutdown"] = process_state()
 

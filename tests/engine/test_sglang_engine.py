@@ -287,6 +287,7 @@ def test_answers_of_stale_weights_are_an_error_that_names_both_versions(engine):
 
 
 def test_after_sleep_the_engine_answers_only_once_weights_were_pushed(engine, tiny_weights):
+    # At once after generating: SGLang's scheduler is not idle yet, and must not die of that.
     before = ask(engine, PROMPTS, GREEDY)
     engine.sleep()
     with pytest.raises(RuntimeError, match="the engine sleeps"):

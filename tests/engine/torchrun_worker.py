@@ -1,6 +1,6 @@
 """One torchrun rank with gloo and an engine: generates and pushes between collectives.
 
-Usage: torchrun --nproc-per-node 2 torchrun_worker.py MODEL FOLDER. Rank r writes FOLDER/rank_r.json.
+Usage: torchrun --nproc-per-node 2 torchrun_worker.py MODEL FOLDER. Writes FOLDER/rank_R.json.
 """
 
 from __future__ import annotations

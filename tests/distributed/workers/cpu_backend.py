@@ -102,7 +102,7 @@ def optimizer() -> None:
         assert done
         assert norm > 0
     saved = megatron.state_dict()
-    assert [g["step"] for g in saved["optimizer"]["param_groups"] if "step" in g] == [2]
+    assert {g["step"] for g in saved["optimizer"]["param_groups"]} == {2}
     megatron.load_state_dict(saved)
     dist.destroy_process_group()
 

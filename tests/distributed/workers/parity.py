@@ -26,6 +26,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import param_is_not_shared
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tiny_models import sequences
@@ -81,6 +82,7 @@ def run_model(folder: Path, out: Path, arguments: argparse.Namespace) -> None:
     wrapped = [DistributedDataParallel(config, settings, chunk) for chunk in chunks]
     outputs = forward_backward(wrapped, config, spec, arguments)
     finalize_model_grads(wrapped)
+    norm = gradient_norm(chunks)
     if dist.get_rank() == 0:
         out.mkdir(parents=True)
     dist.barrier()
@@ -93,7 +95,7 @@ def run_model(folder: Path, out: Path, arguments: argparse.Namespace) -> None:
                 parameter.copy_(parameter.main_grad)
     gradients = {n: t.clone() for n, t in weights.export_hf(chunks, spec, head=arguments.head)}
     if dist.get_rank() == dist.get_world_size() - 1:
-        torch.save({"outputs": outputs, "gradients": gradients}, out / "result.pt")
+        torch.save({"outputs": outputs, "gradients": gradients, "norm": norm}, out / "result.pt")
     dist.barrier()
 
 
@@ -159,6 +161,18 @@ def forward_backward(chunks, config, spec, arguments) -> list[torch.Tensor]:
         forward_only=False,
     )
     return outputs
+
+
+def gradient_norm(chunks) -> float:
+    """Over all ranks, each parameter once, by the marks that Megatron's clipping reads."""
+    total = torch.zeros(1)
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            once = tensor_parallel.param_is_not_tensor_parallel_duplicate(parameter)
+            if once and param_is_not_shared(parameter):
+                total += parameter.main_grad.square().sum()
+    dist.all_reduce(total)
+    return total.sqrt().item()
 
 
 def gather_vocabulary(logits: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Comparisons that never end: killed in time, counted, replaced, and gone when the parent is."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -21,22 +22,11 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 ENDLESS = "5^{5^{5^{5^{5}}}}"
 
 
-@pytest.fixture(scope="module")
-def allowed_s():
-    # A time limit of 2 s has to return within 4 s. What a start costs on this machine comes on top:
-    # on a busy one the replacement of a killed process is not up in time.
-    start = time.monotonic()
-    verifier = MathVerifier(timeout_s=60.0, num_workers=1)
-    assert verifier.equal("x+1", "1+x")
-    verifier.close()
-    return 4.0 + time.monotonic() - start
-
-
 @pytest.fixture
 def verifier():
     verifier = MathVerifier(timeout_s=2.0)
     # The first start is not under the time limit of a comparison.
-    assert all(verifier.equal("x+1", "1+x") for _ in range(2))
+    assert verifier.equal("x+1", "1+x")
     yield verifier
     verifier.close()
 
@@ -46,34 +36,48 @@ def in_thread(work):
         return pool.submit(work).result()
 
 
-def workers_of(pid):
-    children = psutil.Process(pid).children(recursive=True)
-    return [child for child in children if "math_worker" in " ".join(child.cmdline())]
+def descendants(pid):
+    """Supervisors and their comparing children, in the order of their start."""
+    found = psutil.Process(pid).children(recursive=True)
+    found = [process for process in found if "math_worker" in " ".join(process.cmdline())]
+    return sorted(found, key=lambda process: process.pid)
+
+
+@pytest.fixture
+def lone_verifier():
+    """A verifier of one worker, with its supervisor and its comparing child."""
+    before = set(descendants(os.getpid()))
+    verifier = MathVerifier(timeout_s=60.0, num_workers=1)
+    assert verifier.equal("x+1", "1+x")
+    supervisor, child = [p for p in descendants(os.getpid()) if p not in before]
+    assert child.ppid() == supervisor.pid
+    yield verifier, supervisor, child
+    verifier.close()
 
 
 @pytest.mark.parametrize("tower", [ENDLESS, "5^(5^(5^(5^5)))"])
-def test_a_tower_of_powers_scores_zero_in_time_off_the_main_thread(tower, allowed_s):
+def test_a_tower_of_powers_scores_zero_within_four_seconds_off_the_main_thread(tower):
     math.score("\\boxed{x+1}", "1+x")  # starts the process
     start = time.monotonic()
     assert in_thread(lambda: math.score(f"\\boxed{{{tower}}}", "5")) == 0.0
-    assert time.monotonic() - start < allowed_s
+    assert time.monotonic() - start < 4.0
 
 
-def test_endless_comparisons_in_a_row_each_return_in_time_and_leave_no_process(verifier, allowed_s):
+def test_endless_comparisons_in_a_row_each_return_in_time_and_leave_no_process(verifier):
     def one():
         start = time.monotonic()
-        with pytest.raises(RewardTimeoutError, match=r"no reply within 2\.0 s"):
+        with pytest.raises(RewardTimeoutError, match=r"took over 2\.0 s"):
             math.check(f"\\boxed{{{ENDLESS}}}", "5", verifier=verifier)
         return time.monotonic() - start
 
-    others = {child.pid for child in workers_of(os.getpid())}
+    before = descendants(os.getpid())
     durations = in_thread(lambda: [one() for _ in range(4)])
-    assert max(durations) < allowed_s
+    assert max(durations) < 4.0
     assert verifier.num_timeouts == 4
     assert verifier.equal("2x", "x+x")
-    left = workers_of(os.getpid())
-    assert len(left) == len(others)
-    assert all(child.status() != psutil.STATUS_ZOMBIE for child in left)
+    after = descendants(os.getpid())
+    assert len(after) == len(before)
+    assert all(process.status() != psutil.STATUS_ZOMBIE for process in after)
 
 
 def test_threads_share_the_pool_and_get_their_own_answers(verifier):
@@ -84,26 +88,50 @@ def test_threads_share_the_pool_and_get_their_own_answers(verifier):
     assert equal == [True] * 20 + [False] * 20
 
 
-def test_a_process_that_was_killed_while_idle_is_replaced(verifier):
-    for child in workers_of(os.getpid()):
-        child.kill()
-        psutil.wait_procs([child], timeout=10)
+@pytest.mark.parametrize("victim", ["supervisor", "child"])
+def test_a_process_that_was_killed_while_idle_is_replaced(lone_verifier, victim):
+    verifier, supervisor, child = lone_verifier
+    killed = {"supervisor": supervisor, "child": child}[victim]
+    killed.kill()
+    wait_until(lambda: not is_running(killed))
     assert verifier.equal("x+1", "1+x")
     assert verifier.num_timeouts == 0
 
 
-def test_a_process_that_ends_during_a_comparison_is_an_error_and_is_replaced():
-    verifier = MathVerifier(timeout_s=60.0, num_workers=1)
-    before = {child.pid for child in workers_of(os.getpid())}
-    assert verifier.equal("x+1", "1+x")
-    [mine] = [child for child in workers_of(os.getpid()) if child.pid not in before]
-    killer = threading.Timer(0.5, mine.kill)
+@pytest.mark.parametrize(
+    ("victim", "message"),
+    [
+        ("supervisor", "ended by itself with status -9 while comparing"),
+        ("child", r"math-verify failed on 5.*'ended': -9"),
+    ],
+)
+def test_a_process_that_is_lost_while_comparing_is_an_error(lone_verifier, victim, message):
+    verifier, supervisor, child = lone_verifier
+    killer = threading.Timer(0.5, {"supervisor": supervisor, "child": child}[victim].kill)
     killer.start()
-    with pytest.raises(RuntimeError, match=r"ended by itself with status -9 while comparing"):
+    with pytest.raises(RuntimeError, match=message) as caught:
         verifier.equal(ENDLESS, "5")
     killer.join()
+    assert not isinstance(caught.value, RewardTimeoutError)
     assert verifier.equal("x+1", "1+x")
-    verifier.close()
+    if victim == "supervisor":
+        child.kill()  # it has nobody left, and would work until its alarm, a minute from now
+
+
+def test_a_killed_comparison_is_replaced_by_a_fork_not_by_a_new_start(verifier):
+    [supervisor, *_] = mine = descendants(os.getpid())[-2:]
+    with pytest.raises(RewardTimeoutError):
+        verifier.equal(ENDLESS, "5")
+    [same_supervisor, other_child] = descendants(os.getpid())[-2:]
+    assert same_supervisor == supervisor
+    assert other_child not in mine
+
+
+def test_a_second_process_starts_only_when_the_first_is_busy(verifier):
+    before = len(descendants(os.getpid()))
+    for _ in range(3):
+        assert verifier.equal("x+1", "1+x")
+    assert len(descendants(os.getpid())) == before
 
 
 def test_an_unreadable_ground_truth_is_an_error_not_a_zero(verifier):
@@ -116,21 +144,29 @@ def test_long_answers_pass_through_the_pipe(verifier):
     assert not verifier.equal("\\text{" + "word " * 40_000 + "}", "1+x")
 
 
-def test_close_ends_all_processes_and_the_next_comparison_starts_anew():
-    before = {child.pid for child in workers_of(os.getpid())}
+def test_close_ends_all_processes_and_the_next_comparison_starts_anew(lone_verifier):
+    verifier, supervisor, child = lone_verifier
+    verifier.close()
+    wait_until(lambda: not is_running(supervisor) and not is_running(child))
+    assert verifier.equal("x+1", "1+x")
+
+
+def test_a_forgotten_verifier_takes_its_processes_along():
+    before = set(descendants(os.getpid()))
     verifier = MathVerifier(timeout_s=60.0)
     assert verifier.equal("x+1", "1+x")
-    verifier.close()
-    assert {child.pid for child in workers_of(os.getpid())} <= before
-    assert verifier.equal("x+1", "1+x")
-    verifier.close()
+    mine = set(descendants(os.getpid())) - before
+    assert len(mine) == 2
+    del verifier
+    gc.collect()
+    wait_until(lambda: not any(is_running(process) for process in mine))
 
 
 PARENT = """
 import threading, time
 from megappo.rewards.math_pool import MathVerifier
 verifier = MathVerifier(timeout_s=3.0)
-verifier.equal("x+1", "1+x"), verifier.equal("x+1", "1+x")
+verifier.equal("x+1", "1+x")
 threading.Thread(target=verifier.equal, args=(ANSWER, "5"), daemon=True).start()
 time.sleep(0.5)
 print("ready", flush=True)
@@ -139,23 +175,29 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("answer", ["1+x", ENDLESS])
-def test_no_process_outlives_a_parent_that_was_killed(answer):
-    parent = subprocess.Popen(
+@pytest.mark.parametrize("victims", ["trainer", "trainer and supervisor"])
+def test_no_process_outlives_a_trainer_that_was_killed(answer, victims):
+    trainer = subprocess.Popen(
         [sys.executable, "-c", PARENT.replace("ANSWER", repr(answer))],
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert parent.stdout.readline() == "ready\n"
-    workers = workers_of(parent.pid)
-    assert len(workers) == 2
-    os.kill(parent.pid, signal.SIGKILL)
-    parent.wait()
-    parent.stdout.close()
+    assert trainer.stdout.readline() == "ready\n"
+    supervisor, child = descendants(trainer.pid)
+    os.kill(trainer.pid, signal.SIGKILL)
+    if victims == "trainer and supervisor":
+        supervisor.kill()
+    trainer.wait()
+    trainer.stdout.close()
+    wait_until(lambda: not is_running(supervisor) and not is_running(child))
+
+
+def wait_until(condition):
     deadline = time.monotonic() + 15.0
-    while any(is_running(worker) for worker in workers):
-        assert time.monotonic() < deadline, workers
-        time.sleep(0.1)
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def is_running(process):

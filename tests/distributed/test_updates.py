@@ -1,0 +1,120 @@
+"""Two PPO updates of actor and critic are the same in every layout, and what DP communicates."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.launch import run_ranks
+from tests.tiny_run import make_run
+
+pytestmark = pytest.mark.distributed
+
+LAYOUTS = {
+    "dp2": (2, []),
+    "tp2": (2, ["parallel.tp=2"]),
+    "tp2_sp": (2, ["parallel.tp=2", "parallel.sequence_parallel=true"]),
+    "pp2": (2, ["parallel.pp=2"]),
+    "tp2_dp2": (4, ["parallel.tp=2"]),
+    "pp2_dp2": (4, ["parallel.pp=2"]),
+}
+SHAPE = ["actor.micro_batch_size=2", "critic.micro_batch_size=2", "actor.entropy_coeff=0.01"]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("update")
+    make_run(folder)
+    return folder
+
+
+def update(root: Path, name: str, num_ranks: int, overrides: list[str]) -> list[dict]:
+    out = root / name
+    out.mkdir()
+    run_ranks(
+        "update.py", num_ranks,
+        "--config", str(root / "run.yaml"), "--out", str(out), *SHAPE, *overrides,
+    )  # fmt: skip
+    return [torch.load(out / f"rank{r}.pt", weights_only=True) for r in range(num_ranks)]
+
+
+@pytest.fixture(scope="module")
+def alone(root):
+    return update(root, "alone", 1, [])[0]
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def layout(request, root):
+    num_ranks, overrides = LAYOUTS[request.param]
+    return request.param, update(root, request.param, num_ranks, overrides)
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference over the largest value."""
+    return ((found - expected).abs().max() / expected.abs().max().clamp(min=1e-12)).item()
+
+
+def test_losses_and_gradient_norms_do_not_depend_on_the_layout(alone, layout):
+    _, ranks = layout
+    for rank in ranks:
+        assert rank["norms"] == pytest.approx(alone["norms"], rel=1e-5)
+        assert set(rank["metrics"]) == set(alone["metrics"])
+        for name, value in alone["metrics"].items():
+            assert rank["metrics"][name] == pytest.approx(value, rel=2e-5, abs=1e-6), name
+
+
+def test_weights_after_the_updates_do_not_depend_on_the_layout(alone, layout):
+    _, ranks = layout
+    for rank in ranks:
+        assert rank["weights"].keys() == alone["weights"].keys()
+        for name, expected in alone["weights"].items():
+            assert difference(rank["weights"][name], expected) < 1e-5, name
+
+
+def test_every_rank_holds_the_same_weights_bit_for_bit(layout):
+    _, ranks = layout
+    for rank in ranks[1:]:
+        for name, expected in ranks[0]["weights"].items():
+            assert torch.equal(rank["weights"][name], expected), name
+
+
+def test_each_dp_rank_keeps_its_share_of_the_optimizer_state(alone, layout):
+    name, ranks = layout
+    dp = 2 if "dp2" in name else 1
+    for rank in ranks:
+        whole = alone["optimizer_elements"] * dp
+        if name == "dp2":
+            # Megatron pads a buffer so that it divides over the ranks.
+            assert rank["optimizer_elements"] * dp == pytest.approx(
+                alone["optimizer_elements"], rel=0.02
+            )
+        else:
+            assert rank["optimizer_elements"] < whole
+
+
+def test_updates_did_change_the_weights_and_the_policy(alone):
+    assert max(alone["norms"]) > 0.01
+    changed = (alone["new"] - alone["old"]).abs().max()
+    assert changed > 1e-3
+
+
+def test_before_the_first_step_the_ratio_is_exactly_one(alone, layout):
+    _, ranks = layout
+    for rank in [alone, *ranks]:
+        assert rank["metrics"]["actor/first_ratio_diff_max"] == 0.0
+
+
+def test_gradients_are_reduce_scattered_and_parameters_all_gathered_once_an_update(root):
+    """Two models, two updates each: four of either collective, of the whole parameter buffer."""
+    (rank, other) = update(root, "counted", 2, [])
+    # float32; actor and critic have the same layers, and Megatron pads buffers a little.
+    parameters = sum(
+        w.numel() for n, w in rank["weights"].items() if not n.startswith("critic.")
+    ) + sum(w.numel() for n, w in rank["weights"].items() if n.startswith("critic."))
+    for found in (rank["collectives"], other["collectives"]):
+        assert found["dist_reduce_scatter_func"] == 4
+        assert found["dist_all_gather_func"] == 4
+        sent = found["dist_reduce_scatter_func_bytes"]
+        assert sent == pytest.approx(2 * 4 * parameters, rel=0.02)
+        # Each rank sends the half of the parameters that it updated.
+        assert found["dist_all_gather_func_bytes"] * 2 == pytest.approx(sent, rel=1e-9)

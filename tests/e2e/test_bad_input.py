@@ -1,0 +1,120 @@
+"""A user's mistake is one clear message, exit code 2, no traceback, and nothing is written."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.tiny_run import make_run
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("a run") / "with space"
+    folder.mkdir()
+    make_run(folder)
+    write_broken_parts(folder)
+    return folder
+
+
+def write_broken_parts(root: Path) -> None:
+    rows = pq.read_table(root / "data" / "train.parquet")
+    pq.write_table(rows.drop_columns(["ground_truth"]), root / "data" / "no_truth.parquet")
+    pq.write_table(rows.slice(0, 0), root / "data" / "empty.parquet")
+    pq.write_table(rows.slice(0, 3), root / "data" / "three.parquet")
+    sources = pa.array(["nonsense"] * rows.num_rows)
+    index = rows.schema.get_field_index("data_source")
+    strange = rows.set_column(index, "data_source", sources)
+    pq.write_table(strange, root / "data" / "strange.parquet")
+    (root / "data" / "text.parquet").write_text("no parquet at all")
+    weightless = root / "weightless"
+    weightless.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (weightless / name).write_bytes((root / "model" / name).read_bytes())
+    window = root / "window"
+    window.mkdir()
+    for file in (root / "model").iterdir():
+        (window / file.name).write_bytes(file.read_bytes())
+    config = json.loads((window / "config.json").read_text())
+    config |= {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
+    config["layer_types"] = ["sliding_attention"] * 4
+    (window / "config.json").write_text(json.dumps(config))
+
+
+def run(root: Path, command: list[str], *overrides: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *command, str(root / "run.yaml"), *overrides],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+MISTAKES = {
+    "misspelt key": (["actor.optim.leraning_rate=1"], "did you mean"),
+    "verl's key": (["data.max_response_length=5"], "here it is rollout.max_response_length"),
+    "missing model": (["model.path={root}/nowhere"], "nowhere does not exist"),
+    "model without weights": (["model.path={root}/weightless"], "model.safetensors"),
+    "unsupported setting": (["model.path={root}/window"], "sliding_window"),
+    "missing data": (["data.train_files=['{root}/data/no.parquet']"], "no.parquet"),
+    "no parquet": (["data.train_files=['{root}/data/text.parquet']"], "text.parquet"),
+    "wrong column": (["data.val_files=['{root}/data/no_truth.parquet']"], "ground_truth"),
+    "wrong prompt key": (["data.prompt_key=question_text"], "question_text"),
+    "empty data": (["data.train_files=['{root}/data/empty.parquet']"], "empty"),
+    "too few rows": (["data.train_files=['{root}/data/three.parquet']"], "3 < 8"),
+    "unknown source": (["data.train_files=['{root}/data/strange.parquet']"], "'nonsense'"),
+    "too long prompts": (["data.max_prompt_length=9"], "row 0"),
+    "all dropped": (["data.max_prompt_length=9", "data.truncation=drop"], "all dropped"),
+    "too many positions": (["rollout.max_response_length=500"], "256 positions"),
+    "layout": (["parallel.tp=2"], "1 ranks cannot be split by TP 2"),
+    "batch": (["actor.micro_batch_size=3"], "it must divide the 8 samples"),
+    "temperature": (["rollout.temperature=0"], "rollout.temperature is 0"),
+    "no cuda": (["device=cuda"], "finds no CUDA device"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_training_run_refuses_a_mistake(root, name):
+    overrides, expected = MISTAKES[name]
+    result = run(root, ["megappo.train"], *(o.format(root=root) for o in overrides))
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stderr.startswith("error: "), result.stderr
+    assert expected in result.stderr
+    assert not (root / "run").exists()
+
+
+def test_check_refuses_and_accepts_without_touching_anything(root):
+    result = run(root, ["megappo.cli", "check"], "actor.clip_ratio=7")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "actor.clip_ratio_low is 7.0" in result.stderr
+    result = run(root, ["megappo.cli", "check"], "--world-size", "2")
+    assert result.returncode == 0, result.stderr
+    assert "2 ranks = TP 1 x PP 1 x CP 1 x DP 2" in result.stdout
+    assert "ok " in result.stdout
+    assert not (root / "run").exists()
+
+
+def test_the_launcher_says_a_mistake_once_and_keeps_exit_code_2(root):
+    result = subprocess.run(
+        [sys.executable, "-m", "megappo.launch", "--nproc-per-node", "2", str(root / "run.yaml"),
+         "actor.optim.leraning_rate=1"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.count("is not a known key") == 1
+    assert "Traceback" not in result.stderr
+
+
+def test_a_command_without_arguments_shows_its_usage(root):
+    for module in ("megappo.train", "megappo.launch", "megappo.cli"):
+        result = subprocess.run(
+            [sys.executable, "-m", module], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert result.returncode == 2
+        assert "usage" in result.stderr
+        assert "Traceback" not in result.stderr

@@ -1,0 +1,183 @@
+"""Whole runs of the command line: real Megatron on two gloo ranks, a real SGLang engine on each."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.tiny_run import make_run
+
+pytestmark = pytest.mark.e2e
+
+TIME_LIMIT_S = 420
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    make_run(folder)
+    return folder
+
+
+def command(root: Path, name: str, *overrides: str) -> list[str]:
+    return [
+        sys.executable, "-m", "megappo.launch", "--nproc-per-node", "2", str(root / "run.yaml"),
+        f"trainer.run_dir={root / name}", *overrides,
+    ]  # fmt: skip
+
+
+def train(root: Path, name: str, *overrides: str) -> subprocess.CompletedProcess[str]:
+    result = subprocess.run(
+        command(root, name, *overrides),
+        capture_output=True, text=True, timeout=TIME_LIMIT_S, check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    logs = "\n".join(p.read_text()[-3000:] for p in (root / name / "logs").glob("*.log"))
+    assert result.returncode == 0, f"{result.stderr}\n{logs}"
+    return result
+
+
+def metrics(run_dir: Path) -> list[dict[str, float]]:
+    """Every step's metrics without what depends on the clock or the machine."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("timing_s/", "perf/"))} for row in rows
+    ]
+
+
+def weights_hash(run_dir: Path) -> str:
+    return hashlib.sha256((run_dir / "actor_hf" / "model.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(root):
+    result = train(root, "undisturbed")
+    return root / "undisturbed", result.stdout
+
+
+def test_a_run_leaves_what_the_readme_promises(undisturbed):
+    run_dir, screen = undisturbed
+    for name in ("config.yaml", "metrics.jsonl", "events.jsonl", "tensorboard", "actor_hf"):
+        assert (run_dir / name).exists(), name
+    assert (run_dir / "checkpoints" / "latest").read_text() == "step_000004\n"
+    samples = [
+        json.loads(line)
+        for line in (run_dir / "rollouts" / "step_000001.jsonl").read_text().splitlines()
+    ]
+    assert len(samples) == 8  # rank 0's share: 4 prompts x 2 responses
+    assert {"prompt", "response", "score", "finish_reason"} <= samples[0].keys()
+    assert samples[0]["prompt"].startswith("<|im_start|>user\n")
+    assert "2 ranks = TP 1 x PP 1 x CP 1 x DP 2" in screen
+    assert screen.count("\nstep ") == 5  # validation before training, then four steps
+    assert "WARNING" not in screen
+
+
+def test_every_step_has_the_names_that_the_design_fixes(undisturbed):
+    rows = [json.loads(line) for line in (undisturbed[0] / "metrics.jsonl").open()]
+    assert [r["step"] for r in rows] == [0, 1, 2, 3, 4]
+    wanted = {
+        "actor/pg_loss", "actor/pg_clipfrac", "actor/ppo_kl", "actor/kl_loss", "actor/entropy",
+        "actor/grad_norm", "actor/lr", "critic/vf_loss", "critic/vf_clipfrac",
+        "critic/vf_explained_var", "critic/score/mean", "critic/rewards/mean",
+        "critic/advantages/mean", "response_length/mean", "response_length/clip_ratio",
+        "rollout/log_prob_diff_max", "timing_s/generate", "timing_s/score", "timing_s/log_probs",
+        "timing_s/update_actor", "timing_s/update_critic", "timing_s/sync", "timing_s/other",
+        "timing_s/step", "perf/throughput", "perf/cpu_memory_used_gb",
+    }  # fmt: skip
+    for row in rows[1:]:
+        assert wanted <= row.keys()
+    assert [("val/score/mean" in r) for r in rows] == [True, False, True, False, True]
+    assert rows[0]["val/rows"] == 12
+
+
+def test_before_the_first_update_of_a_step_the_ratio_is_exactly_one(undisturbed):
+    for row in metrics(undisturbed[0])[1:]:
+        assert row["actor/first_ratio_diff_max"] == 0.0
+
+
+def test_engine_and_trainer_agree_on_log_probs_in_every_step(undisturbed):
+    for row in metrics(undisturbed[0])[1:]:
+        assert 0 < row["rollout/log_prob_diff_max"] < 1e-3
+
+
+def test_a_first_update_alone_has_no_clipping_and_no_kl(root):
+    train(root, "one", "actor.mini_batch_size=8", "trainer.total_steps=1", "trainer.test_freq=0")
+    row = metrics(root / "one")[1]
+    assert row["actor/pg_clipfrac"] == 0.0
+    assert row["actor/ppo_kl"] == 0.0
+    assert row["actor/first_ratio_diff_max"] == 0.0
+
+
+def test_a_killed_run_goes_on_to_the_same_numbers_bit_for_bit(root, undisturbed):
+    run_dir = root / "killed"
+    process = subprocess.Popen(
+        command(root, "killed"), start_new_session=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    family = wait_for_step(process, run_dir, step=3)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    gone = psutil.wait_procs(family, timeout=30)
+    assert gone[1] == [], "processes outlived the run"
+    resumed = train(root, "killed")
+    assert "resuming   from" in resumed.stdout
+    assert metrics(run_dir) == metrics(undisturbed[0])
+    assert weights_hash(run_dir) == weights_hash(undisturbed[0])
+    kinds = [json.loads(line)["kind"] for line in (run_dir / "events.jsonl").open()]
+    assert kinds == ["saved", "resumed", "saved", "exported"]
+
+
+def test_a_finished_run_says_so_and_ends_well(root, undisturbed):
+    before = (undisturbed[0] / "metrics.jsonl").read_text()
+    result = train(root, "undisturbed")
+    assert "nothing to do" in result.stdout
+    assert (undisturbed[0] / "metrics.jsonl").read_text() == before
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(root, undisturbed):
+    run_dir = root / "terminated"
+    process = subprocess.Popen(
+        command(root, "terminated", "trainer.save_freq=0"), start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    family = wait_for_step(process, run_dir, step=1)
+    process.terminate()
+    screen, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, screen
+    assert psutil.wait_procs(family, timeout=30)[1] == []
+    assert (run_dir / "checkpoints" / "latest").exists()
+    train(root, "terminated", "trainer.save_freq=0")
+    assert metrics(run_dir) == metrics(undisturbed[0])
+
+
+def wait_for_step(process: subprocess.Popen, run_dir: Path, *, step: int) -> list[psutil.Process]:
+    """Waits until a step is logged; returns the run's processes at that moment."""
+    deadline = time.monotonic() + TIME_LIMIT_S
+    path = run_dir / "metrics.jsonl"
+    while time.monotonic() < deadline:
+        assert process.poll() is None, f"ended early with {process.returncode}"
+        if path.exists() and f'"step": {step},' in path.read_text():
+            return psutil.Process(process.pid).children(recursive=True)
+        time.sleep(0.05)
+    raise AssertionError(f"no step {step} within {TIME_LIMIT_S} s")
+
+
+def test_the_exported_actor_loads_offline_in_transformers(undisturbed):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = undisturbed[0] / "actor_hf"
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    ids = tokenizer("2 and 3", return_tensors="pt").input_ids
+    assert torch.isfinite(model(ids).logits).all()
+    assert tokenizer.chat_template

@@ -1,0 +1,86 @@
+"""Everything a small real run needs, made in a folder: random model, tokenizer, data, config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megappo.data.arithmetic import write_dataset
+
+CONFIG = """\
+model: {{path: "{root}/model", dtype: float32}}
+data:
+  train_files: ["{root}/data/train.parquet"]
+  val_files: ["{root}/data/val.parquet"]
+  train_batch_size: 8
+  max_prompt_length: 128
+rollout: {{n: 2, max_response_length: 8, max_running_requests: 32}}
+actor:
+  optim: {{lr: 1.0e-3, eps: 1.0e-3}}
+  mini_batch_size: 4
+  micro_batch_size: 2
+critic:
+  optim: {{lr: 1.0e-3, eps: 1.0e-3}}
+  micro_batch_size: 4
+trainer: {{run_dir: "{root}/run", total_steps: 4, test_freq: 2, save_freq: 2}}
+"""
+
+
+def make_run(root: Path, **model_settings: Any) -> Path:
+    """Writes `model/`, `data/` and `run.yaml` below `root`; returns the config's path."""
+    make_model(root / "model", **model_settings)
+    write_dataset(root / "data", seed=0, num_train=64, num_val=12)
+    config = root / "run.yaml"
+    config.write_text(CONFIG.format(root=root))
+    return config
+
+
+def make_model(folder: Path, *, seed: int = 0, **settings: Any) -> None:
+    """A random Qwen2 of 4 layers with a byte-level tokenizer, as a Hugging Face folder."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    tokenizer = make_tokenizer()
+    torch.manual_seed(seed)
+    values = {
+        "vocab_size": len(tokenizer) + 1,  # odd, so that TP pads it
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    model = Qwen2ForCausalLM(Qwen2Config(**values | settings)).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            centre = 1.0 if "norm" in name else 0.0
+            parameter.copy_(centre + 0.15 * torch.randn(parameter.shape))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def make_tokenizer() -> Any:
+    """One token a byte, plus the ChatML marks; no BOS."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate([*special, *letters])}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(special)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    return tokenizer
