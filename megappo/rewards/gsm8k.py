@@ -92,5 +92,5 @@ def check_method(method: str) -> None:
     if method not in METHODS:
         raise UserError(
             f"the gsm8k method must be one of {', '.join(METHODS)}, got {method!r}: "
-            "set reward.method to one of them"
+            "set reward.gsm8k_method to one of them"
         )
