@@ -1,14 +1,16 @@
 """Ports for engines that start at the same time on one host.
 
-SGLang's processes bind their port seconds after it was chosen. So that nobody takes it meanwhile,
-each local rank has a block of its own, below the range from which the kernel hands out ports to
-outgoing connections, and a port is test-bound before use. A port that another program holds is
-passed over.
+SGLang's processes bind their port many seconds after it was chosen. So that nobody takes it
+meanwhile, each local rank has a block of its own, below the range from which the kernel hands out
+ports to outgoing connections; a port is test-bound before use; and it is held by a lock that every
+run on the host honours. A port that another program holds is passed over. What no lock prevents is
+a foreign program that takes the port after the test: the caller starts again then.
 """
 
 from __future__ import annotations
 
 import socket
+from contextlib import ExitStack
 from pathlib import Path
 
 from megappo.errors import UserError
@@ -21,8 +23,21 @@ _KERNEL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _IANA_EPHEMERAL_START = 49152
 
 
-def reserve_ports(count: int, *, local_rank: int, base: int = DEFAULT_BASE) -> list[int]:
-    """Free ports of this local rank's block, ascending.
+class PortReservation:
+    """Ports that no other reservation on this host gets until `release` or this process's end."""
+
+    def __init__(self, ports: tuple[int, ...], locks: ExitStack) -> None:
+        self.ports = ports
+        """Ascending."""
+        self._locks = locks
+
+    def release(self) -> None:
+        """Gives the ports back; may be called twice."""
+        self._locks.close()
+
+
+def reserve_ports(count: int, *, local_rank: int, base: int = DEFAULT_BASE) -> PortReservation:
+    """The first free ports of this local rank's block.
 
     Args:
         count: how many.
@@ -41,18 +56,17 @@ def reserve_ports(count: int, *, local_rank: int, base: int = DEFAULT_BASE) -> l
             f"and {limit - 1} (from {limit} on the kernel hands them out itself): lower port_base, "
             f"now {base}"
         )
-    free: list[int] = []
-    for port in range(first, last + 1):
-        if len(free) == count:
-            break
-        if _can_bind(port):
-            free.append(port)
-    if len(free) < count:
-        raise UserError(
-            f"local rank {local_rank} needs {count} free ports of {first} to {last} and found "
-            f"{len(free)}: another run may be using them; set another port_base, now {base}"
-        )
-    return free
+    with ExitStack() as locks:
+        free: list[int] = []
+        for port in range(first, last + 1):
+            if len(free) < count and _take(port, locks):
+                free.append(port)
+        if len(free) < count:
+            raise UserError(
+                f"local rank {local_rank} needs {count} free ports of {first} to {last} and found "
+                f"{len(free)}: other runs may be using them; set another port_base, now {base}"
+            )
+        return PortReservation(tuple(free), locks.pop_all())
 
 
 def ephemeral_start() -> int:
@@ -60,6 +74,23 @@ def ephemeral_start() -> int:
     if not _KERNEL_RANGE.exists():
         return _IANA_EPHEMERAL_START
     return int(_KERNEL_RANGE.read_text().split()[0])
+
+
+def _take(port: int, locks: ExitStack) -> bool:
+    """Locks a port that can be bound; False if it is locked or in use."""
+    # A name in Linux's abstract namespace: it vanishes with the process, and is seen by exactly
+    # those that share the ports, as both belong to the network namespace.
+    lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        lock.bind(f"\0megappo-port-{port}")
+    except OSError:
+        lock.close()
+        return False
+    if not _can_bind(port):
+        lock.close()
+        return False
+    locks.enter_context(lock)
+    return True
 
 
 def _can_bind(port: int) -> bool:

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from megappo.errors import ModelError, UserError
-from megappo.rollout.engine import GenerationRequest, SyncReport
-from megappo.rollout.ports import DEFAULT_BASE, reserve_ports
+from megappo.rollout.engine import EngineDied, GenerationRequest, SyncReport
+from megappo.rollout.ports import DEFAULT_BASE, PortReservation, reserve_ports
 from megappo.rollout.sampling import SamplingSettings
 from megappo.rollout.sglang_process import SGLangProcess
 from megappo.rollout.weight_update import push_weights
@@ -39,6 +39,8 @@ _CONTEXT_RESERVE = 8
 _CPU_CACHE_TOKENS = 65536
 _FLUSH_TIMEOUT_S = 60.0
 _CUDA_EXIT_TIMEOUT_S = 15.0
+_START_ATTEMPTS = 3
+_PORT_TAKEN = "EADDRINUSE"
 _PLUGINS = {"sglang.srt.platforms": "megappo_cpu", "sglang.srt.plugins": "megappo_seeds"}
 
 
@@ -125,16 +127,8 @@ class SGLangEngine:
         if not (settings.model_path / "config.json").exists():
             raise ModelError(f"{settings.model_path} is no model folder: it has no config.json")
         _check_installation(settings.device)
-        (nccl_port,) = reserve_ports(1, local_rank=settings.local_rank, base=settings.port_base)
         self.settings = settings
-        self._process = SGLangProcess(
-            _arguments(settings, nccl_port=nccl_port),
-            log_file=settings.log_file,
-            environment=_environment(settings),
-            start_timeout_s=settings.start_timeout_s,
-            # A killed process may leave memory on a GPU behind for a while; on CPU it cannot.
-            exit_timeout_s=_CUDA_EXIT_TIMEOUT_S if settings.device == "cuda" else 0.0,
-        )
+        self._process, self._ports = _start(settings)
         self._weight_version = INITIAL_WEIGHT_VERSION
         self._asleep: set[str] = set()
         self._unusable: str | None = None
@@ -267,6 +261,7 @@ class SGLangEngine:
     def shutdown(self) -> None:
         """Ends the engine's processes, and those alone. May be called twice."""
         self._process.close()
+        self._ports.release()
 
     def __enter__(self) -> Self:
         return self
@@ -359,6 +354,31 @@ class SGLangEngine:
                 f"look in {self.settings.log_file} for hooks that failed"
             )
         self.flush()
+
+
+def _start(settings: EngineSettings) -> tuple[SGLangProcess, PortReservation]:
+    """A running engine and its ports; tries again where a foreign program took the port."""
+    for attempt in range(1, _START_ATTEMPTS + 1):
+        ports = reserve_ports(1, local_rank=settings.local_rank, base=settings.port_base)
+        try:
+            process = SGLangProcess(
+                _arguments(settings, nccl_port=ports.ports[0]),
+                log_file=settings.log_file,
+                environment=_environment(settings),
+                start_timeout_s=settings.start_timeout_s,
+                # A killed process may leave memory on a GPU behind for a while; on CPU it cannot.
+                exit_timeout_s=_CUDA_EXIT_TIMEOUT_S if settings.device == "cuda" else 0.0,
+            )
+        except EngineDied as error:
+            ports.release()
+            if _PORT_TAKEN not in str(error) or attempt == _START_ATTEMPTS:
+                raise
+        except BaseException:
+            ports.release()
+            raise
+        else:
+            return process, ports
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _check_installation(device: str) -> None:

@@ -10,18 +10,22 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 from conftest import settings_for
 
 from megappo.rollout.engine import EngineDied, GenerationRequest
+from megappo.rollout.ports import reserve_ports
 from megappo.rollout.sampling import SamplingSettings
-from megappo.rollout.sglang_engine import SGLangEngine
+from megappo.rollout.sglang_engine import EngineSettings, SGLangEngine
 
 
 def process_state() -> dict[str, object]:
@@ -55,6 +59,27 @@ def answer(engine: SGLangEngine, *, count: int = 64, tokens: int = 12) -> list[o
     ]
 
 
+@contextmanager
+def thief(base: int) -> Iterator[list[int]]:
+    """Inside, a thread takes the port of the first engine that starts, before SGLang binds it."""
+    free = reserve_ports(1, local_rank=0, base=base)
+    free.release()
+    stolen = list(free.ports)
+    before = {child.pid for child in psutil.Process().children()}
+    with socket.socket() as taken:
+
+        def steal() -> None:
+            while {child.pid for child in psutil.Process().children()} <= before:
+                time.sleep(0.05)
+            taken.bind(("0.0.0.0", stolen[0]))
+            taken.listen()
+
+        thread = threading.Thread(target=steal)
+        thread.start()
+        yield stolen
+        thread.join()
+
+
 def death(engine: SGLangEngine) -> dict[str, object]:
     start = time.monotonic()
     try:
@@ -66,11 +91,29 @@ def death(engine: SGLangEngine) -> dict[str, object]:
 
 def main() -> None:
     model, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    settings = settings_for(model, folder / "engine.log", timeout_s=120.0)
+    settings = settings_for(model, folder / "engine.log", timeout_s=120.0, port_base=20000)
     facts: dict[str, object] = {"state_before": process_state()}
-    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    # Its output goes nowhere, so that whoever reads ours need not wait for it if we fail.
+    bystander = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        run(settings, folder, facts, bystander)
+    finally:
+        bystander.kill()
 
-    first = SGLangEngine(settings)
+
+def run(
+    settings: EngineSettings,
+    folder: Path,
+    facts: dict[str, object],
+    bystander: subprocess.Popen[bytes],
+) -> None:
+    with thief(settings.port_base) as stolen:
+        first = SGLangEngine(settings)
+    facts["stolen_port"], facts["port"] = stolen[0], first._ports.ports[0]
     facts["first_run"] = answer(first)
     socket_folder = first._process._folder
     first.shutdown()

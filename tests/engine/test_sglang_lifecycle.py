@@ -44,6 +44,10 @@ def test_a_restarted_engine_repeats_tokens_and_log_probs_bit_for_bit(facts):
     assert facts["third_run"] == facts["first_run"]
 
 
+def test_a_start_whose_port_was_taken_meanwhile_is_tried_again(facts):
+    assert facts["port"] > facts["stolen_port"]
+
+
 def test_the_trainers_process_is_as_before(facts):
     assert facts["state_before"]["environment"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert facts["state_after_shutdown"] == facts["state_before"]
