@@ -1,6 +1,6 @@
 """Writes docs/config.md, every config key with its type, default, meaning and verl's name for it.
 
-    python tools/config_docs.py          # a test holds that the file is up to date
+python tools/config_docs.py          # a test holds that the file is up to date
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import queue
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -134,10 +135,24 @@ def _sharded_state(model: Trainable, *, is_loading: bool) -> dict[str, Any]:
 def _save_model(folder: Path, model: Trainable) -> None:
     from megatron.core import dist_checkpointing
 
+    _keep_results_in_process()
     content = {k: v for k, v in _metadata().items() if k != "dp_cp_group"}
     dist_checkpointing.save(
         _sharded_state(model, is_loading=False), str(folder), content_metadata=content
     )
+
+
+def _keep_results_in_process() -> None:
+    """Gives Megatron's writer a plain queue for its results.
+
+    By itself it starts a Manager process for that (filesystem_async.py:55 of megatron-core 0.16.1),
+    seconds at the first save, which outlives a rank that is killed. A save that blocks reads the
+    results in the process that wrote them, so a queue of that process is enough.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.Queue()
 
 
 def _load_model(folder: Path, model: Trainable) -> None:

@@ -80,8 +80,8 @@ def check_sections(config: Config) -> list[str]:
             )
         if samples >= 5 * algorithm.horizon:
             problems.append(
-                f"algorithm.horizon is {algorithm.horizon}: with {samples} samples a step it must be "
-                f"over {samples / 5:g}, or kl_coef could reach 0"
+                f"algorithm.horizon is {algorithm.horizon}: with {samples} samples a step it must "
+                f"be over {samples / 5:g}, or kl_coef could reach 0"
             )
         if not algorithm.use_kl_in_reward:
             problems.append(

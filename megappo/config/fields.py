@@ -21,7 +21,7 @@ def opt(default: Any, doc: str, *, verl: str = "") -> Any:
 
 
 def section(cls: type, doc: str, *, verl: str = "") -> Any:
-    """A nested section that starts with its own defaults; `verl` stands before its fields' names."""
+    """A nested section with its own defaults; `verl` stands before its fields' names."""
     return dataclasses.field(default_factory=cls, metadata={"doc": doc, "verl": verl})
 
 

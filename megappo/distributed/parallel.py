@@ -7,9 +7,12 @@ Left out: expert and virtual-pipeline degrees, which this version does not offer
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import os
+import signal
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +24,9 @@ from torch import Tensor
 
 from megappo.distributed import cpu_backend
 from megappo.errors import UserError
+
+_PR_SET_PDEATHSIG = 1
+"""Linux's prctl option: the signal that this process gets when its parent ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +58,22 @@ class LaunchEnvironment:
             world_size=int(found["WORLD_SIZE"]),
             local_rank=int(found["LOCAL_RANK"]),
         )
+
+
+def die_with_launcher() -> None:
+    """Asks the kernel to kill this process when torchrun, its parent, is gone. Linux only.
+
+    torchrun's ranks have sessions of their own: after a SIGKILL of the launcher alone they would
+    train on, unseen, and write into the folder that the restarted run uses.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ or not sys.platform.startswith("linux"):
+        return
+    launcher = os.getppid()
+    result = ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if result != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != launcher:  # it died between the two calls
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def resolve_device(requested: str) -> str:

@@ -1,4 +1,4 @@
-"""`RolloutEngine` on SGLang: settings, generation, weight versions, memory.
+"""`RolloutEngine` on SGLang: generation, weight versions, memory.
 
 The same requests with the same weights give bit-identical tokens and log-probs on CPU, in any run:
 all requests of a call travel as one message, so the scheduler forms the same batches; it works
@@ -9,108 +9,32 @@ does the same with batch-invariant kernels.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from importlib.metadata import entry_points
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 
 from megappo.errors import ModelError, UserError
 from megappo.rollout.engine import EngineDied, GenerationRequest, SyncReport
-from megappo.rollout.ports import DEFAULT_BASE, PortReservation, reserve_ports
+from megappo.rollout.ports import PortReservation, reserve_ports
 from megappo.rollout.sampling import SamplingSettings
 from megappo.rollout.sglang_process import SGLangProcess
+from megappo.rollout.sglang_settings import (
+    INITIAL_WEIGHT_VERSION,
+    EngineSettings,
+    arguments_of,
+    check_installation,
+    environment_of,
+)
 from megappo.rollout.weight_update import push_weights
 from megappo.types import Completion
 
-INITIAL_WEIGHT_VERSION = 0
-"""Version of the weights that the engine reads from the model folder."""
-
-_DEVICES = ("cpu", "cuda")
-_DTYPES = ("float32", "bfloat16", "float16")
 _MEMORY_TAGS = ("weights", "kv_cache")
-_CONTEXT_RESERVE = 8
-"""Tokens that SGLang keeps free at the end of the context and of the cache."""
-_CPU_CACHE_TOKENS = 65536
 _FLUSH_TIMEOUT_S = 60.0
 _CUDA_EXIT_TIMEOUT_S = 15.0
 _START_ATTEMPTS = 3
 _PORT_TAKEN = "EADDRINUSE"
-_PLUGINS = {"sglang.srt.platforms": "megappo_cpu", "sglang.srt.plugins": "megappo_seeds"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineSettings:
-    """How to run SGLang on this rank."""
-
-    model_path: Path
-    """Hugging Face folder: weights to start from, tokenizer."""
-    log_file: Path
-    """All output of the engine; one file a rank."""
-    context_length: int
-    """Most tokens of one prompt and its response together."""
-    device: str = "cuda"
-    """`cuda` or `cpu`."""
-    dtype: str = "bfloat16"
-    """Of weights and cache: float32, bfloat16 or float16."""
-    tp_size: int = 1
-    """Devices over which SGLang splits the model."""
-    base_gpu_id: int = 0
-    """First device of this engine among those that are visible."""
-    local_rank: int = 0
-    """Number of this rank on its host; gives the engine ports of its own."""
-    port_base: int = DEFAULT_BASE
-    """First port of local rank 0."""
-    max_running_requests: int = 256
-    """Responses that are generated at once; more wait."""
-    max_total_tokens: int | None = None
-    """Tokens in the cache. None: what fits (CUDA), or all running requests at full length, at most
-    65536 (CPU)."""
-    mem_fraction_static: float | None = None
-    """Share of device memory for weights and cache (CUDA). None: SGLang decides."""
-    prefix_cache: bool = False
-    """Share the computation of equal prompt beginnings. Worth it for long prompts; short ones are
-    faster without."""
-    memory_saver: bool = True
-    """Whether `sleep` can give device memory back (CUDA)."""
-    num_threads: int = 1
-    """CPU threads of each of the engine's processes."""
-    bucket_bytes: int = 256 << 20
-    """Weights that are pushed at a time; the staging buffer has this size."""
-    trust_remote_code: bool = False
-    """Run Python code from the model folder."""
-    start_timeout_s: float = 600.0
-    """For the start, reading the weights included."""
-    timeout_s: float = 3600.0
-    """For one call: generation or weight push."""
-
-    def __post_init__(self) -> None:
-        if self.device not in _DEVICES:
-            raise UserError(f"the engine's device must be one of {_DEVICES}, not {self.device!r}")
-        if self.dtype not in _DTYPES:
-            raise UserError(f"the engine's dtype must be one of {_DTYPES}, not {self.dtype!r}")
-        counts = ("context_length", "tp_size", "max_running_requests", "num_threads")
-        for name in (*counts, "bucket_bytes"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.cache_tokens is not None and self.cache_tokens < self.context_length:
-            raise UserError(
-                f"max_total_tokens ({self.cache_tokens}) must hold one request of context_length "
-                f"({self.context_length}) tokens: raise max_total_tokens or lower context_length"
-            )
-
-    @property
-    def cache_tokens(self) -> int | None:
-        """Tokens that the cache holds; None where SGLang measures what fits."""
-        if self.max_total_tokens is not None or self.device != "cpu":
-            return self.max_total_tokens
-        wanted = self.max_running_requests * self.context_length
-        return max(self.context_length, min(wanted, _CPU_CACHE_TOKENS))
 
 
 class SGLangEngine:
@@ -126,7 +50,7 @@ class SGLangEngine:
         """
         if not (settings.model_path / "config.json").exists():
             raise ModelError(f"{settings.model_path} is no model folder: it has no config.json")
-        _check_installation(settings.device)
+        check_installation(settings.device)
         self.settings = settings
         self._process, self._ports = _start(settings)
         self._weight_version = INITIAL_WEIGHT_VERSION
@@ -362,9 +286,9 @@ def _start(settings: EngineSettings) -> tuple[SGLangProcess, PortReservation]:
         ports = reserve_ports(1, local_rank=settings.local_rank, base=settings.port_base)
         try:
             process = SGLangProcess(
-                _arguments(settings, nccl_port=ports.ports[0]),
+                arguments_of(settings, nccl_port=ports.ports[0]),
                 log_file=settings.log_file,
-                environment=_environment(settings),
+                environment=environment_of(settings),
                 start_timeout_s=settings.start_timeout_s,
                 # A killed process may leave memory on a GPU behind for a while; on CPU it cannot.
                 exit_timeout_s=_CUDA_EXIT_TIMEOUT_S if settings.device == "cuda" else 0.0,
@@ -379,71 +303,3 @@ def _start(settings: EngineSettings) -> tuple[SGLangProcess, PortReservation]:
         else:
             return process, ports
     raise AssertionError("the last attempt returns or raises")
-
-
-def _check_installation(device: str) -> None:
-    """Raises UserError if SGLang would start and then run without our plug-ins."""
-    if device == "cuda":
-        if not torch.cuda.is_available():
-            raise UserError("rollout on cuda needs a CUDA device, and none is visible: use cpu")
-        return
-    if torch.cuda.is_available():
-        raise UserError(
-            "rollout on cpu needs a process that sees no CUDA device: set CUDA_VISIBLE_DEVICES="
-        )
-    for group, name in _PLUGINS.items():
-        if name not in {entry.name for entry in entry_points(group=group)}:
-            raise UserError(
-                f"SGLang finds no plug-in {name!r} in {group!r}: install megappo with "
-                "`pip install --no-deps -e .`, so that its entry points are known"
-            )
-
-
-def _arguments(settings: EngineSettings, *, nccl_port: int) -> dict[str, Any]:
-    """Arguments of `sglang.Engine`."""
-    arguments: dict[str, Any] = {
-        "model_path": str(settings.model_path),
-        "device": settings.device,
-        "dtype": settings.dtype,
-        "tp_size": settings.tp_size,
-        "base_gpu_id": settings.base_gpu_id,
-        "nccl_port": nccl_port,
-        "context_length": settings.context_length + _CONTEXT_RESERVE,
-        "max_running_requests": settings.max_running_requests,
-        "weight_version": str(INITIAL_WEIGHT_VERSION),
-        "random_seed": 0,
-        "schedule_policy": "fcfs",
-        "disable_overlap_schedule": True,
-        "disable_radix_cache": not settings.prefix_cache,
-        "skip_server_warmup": True,
-        "trust_remote_code": settings.trust_remote_code,
-        "watchdog_timeout": settings.timeout_s,
-        "log_level": "info",
-        "decode_log_interval": 1000,
-    }
-    if settings.cache_tokens is not None:
-        arguments["max_total_tokens"] = settings.cache_tokens + _CONTEXT_RESERVE
-    if settings.mem_fraction_static is not None:
-        arguments["mem_fraction_static"] = settings.mem_fraction_static
-    if settings.device == "cpu":
-        arguments["attention_backend"] = "torch_native"
-    else:
-        arguments["enable_deterministic_inference"] = True
-        arguments["enable_memory_saver"] = settings.memory_saver
-    return arguments
-
-
-def _environment(settings: EngineSettings) -> dict[str, str]:
-    """Variables of the engine's processes."""
-    environment = {
-        "OMP_NUM_THREADS": str(settings.num_threads),
-        # The reserve above may pass the model's limit; `_check_length` keeps requests below it.
-        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
-    }
-    if settings.device == "cpu" and settings.tp_size > 1:
-        cores = sorted(os.sched_getaffinity(0))
-        ranks = range(settings.tp_size)
-        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
-            str(cores[rank % len(cores)]) for rank in ranks
-        )
-    return environment

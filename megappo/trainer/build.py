@@ -131,6 +131,7 @@ def build_network(
 def build_roles(
     config: Config, found: Preflight, context: ParallelContext
 ) -> tuple[Actor, Critic, Policy | None]:
+    """Actor, critic and, where a KL term needs it, reference. Collective over the world."""
     paths = model_paths(config)
     temperature = config.rollout.temperature
     actor_net = build_network(config, found.actor_spec, paths["actor"], "lm", context)

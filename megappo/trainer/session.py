@@ -41,6 +41,7 @@ class Session:
             GuardStop, StopRequested: see `Run.fit`.
         """
         launch = self._launch = LaunchEnvironment.read()
+        parallel.die_with_launcher()
         config = load(config_path, overrides)
         device = parallel.resolve_device(config.device)
         found = preflight(config, launch.world_size, read_all_prompts=launch.rank == 0)

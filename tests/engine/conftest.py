@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from megappo.rollout.sglang_engine import EngineSettings, SGLangEngine
+from megappo.rollout.sglang_engine import SGLangEngine
+from megappo.rollout.sglang_settings import EngineSettings
 
 VOCABULARY = 128
 CONTEXT = 320

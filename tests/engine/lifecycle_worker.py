@@ -25,7 +25,8 @@ from conftest import settings_for
 from megappo.rollout.engine import EngineDied, GenerationRequest
 from megappo.rollout.ports import reserve_ports
 from megappo.rollout.sampling import SamplingSettings
-from megappo.rollout.sglang_engine import EngineSettings, SGLangEngine
+from megappo.rollout.sglang_engine import SGLangEngine
+from megappo.rollout.sglang_settings import EngineSettings
 
 
 def process_state() -> dict[str, object]:

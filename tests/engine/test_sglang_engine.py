@@ -16,7 +16,8 @@ from megappo.errors import ModelError, UserError
 from megappo.rollout.engine import GenerationRequest
 from megappo.rollout.sampling import SamplingSettings, end_token_ids, sample_seed
 from megappo.rollout.sglang_attention import MAX_PADDED_TOKENS
-from megappo.rollout.sglang_engine import EngineSettings, SGLangEngine
+from megappo.rollout.sglang_engine import SGLangEngine
+from megappo.rollout.sglang_settings import EngineSettings
 from megappo.types import Completion
 
 pytestmark = pytest.mark.engine

@@ -1,4 +1,4 @@
-"""Seeded word problems: the answers are right, the splits apart, the files the same for one seed."""
+"""Seeded word problems: right answers, splits that share nothing, one seed one set of bytes."""
 
 import hashlib
 import re
