@@ -30,6 +30,8 @@ from megappo.rollout.sglang_settings import (
 from megappo.rollout.weight_update import push_weights
 from megappo.types import Completion
 
+__all__ = ["EngineSettings", "SGLangEngine"]
+
 _MEMORY_TAGS = ("weights", "kv_cache")
 _FLUSH_TIMEOUT_S = 60.0
 _CUDA_EXIT_TIMEOUT_S = 15.0

@@ -149,7 +149,7 @@ def environment_of(settings: EngineSettings) -> dict[str, str]:
     """Variables of the engine's processes."""
     environment = {
         "OMP_NUM_THREADS": str(settings.num_threads),
-        # The reserve above may pass the model's limit; `SGLangEngine.generate` keeps requests below it.
+        # The reserve may pass the model's limit; `SGLangEngine.generate` keeps requests below it.
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
     }
     if settings.device == "cpu" and settings.tp_size > 1:

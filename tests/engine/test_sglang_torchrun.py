@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
 
 def test_two_torchrun_ranks_run_an_engine_each(tiny_model: Path, tmp_path: Path):
@@ -21,7 +21,7 @@ def test_two_torchrun_ranks_run_an_engine_each(tiny_model: Path, tmp_path: Path)
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=1100,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
