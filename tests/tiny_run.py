@@ -14,11 +14,12 @@ data:
   val_files: ["{root}/data/val.parquet"]
   train_batch_size: 8
   max_prompt_length: 128
-rollout: {{n: 2, max_response_length: 8, max_running_requests: 32}}
+rollout: {{n: 4, max_response_length: 8, max_running_requests: 32}}
+reward: {{gsm8k_method: flexible}}
 actor:
   optim: {{lr: 1.0e-3, eps: 1.0e-3}}
   mini_batch_size: 4
-  micro_batch_size: 2
+  micro_batch_size: 4
 critic:
   optim: {{lr: 1.0e-3, eps: 1.0e-3}}
   micro_batch_size: 4
@@ -29,10 +30,35 @@ trainer: {{run_dir: "{root}/run", total_steps: 4, test_freq: 2, save_freq: 2}}
 def make_run(root: Path, **model_settings: Any) -> Path:
     """Writes `model/`, `data/` and `run.yaml` below `root`; returns the config's path."""
     make_model(root / "model", **model_settings)
-    write_dataset(root / "data", seed=0, num_train=64, num_val=12)
+    for path in write_dataset(root / "data", seed=0, num_train=64, num_val=12):
+        score_any_number(path)
     config = root / "run.yaml"
     config.write_text(CONFIG.format(root=root))
     return config
+
+
+def score_any_number(path: Path) -> None:
+    """Changes the data source, so that with `flexible` a response of digits alone may be right."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = pq.read_table(path)
+    index = rows.schema.get_field_index("data_source")
+    gsm8k = pa.array(["gsm8k"] * rows.num_rows)
+    pq.write_table(rows.set_column(index, "data_source", gsm8k), path)
+
+
+def write_digits_only(model: Any, tokenizer: Any) -> None:
+    """Makes an untied random model write digits and end tokens, so that some scores are 1.
+
+    Column 0 of the residual stream is large for every token, and only the rows of the wanted
+    tokens have a positive weight for it.
+    """
+    digits = tokenizer.convert_tokens_to_ids(list("123456789"))
+    model.model.embed_tokens.weight[:, 0] = 3.0
+    model.lm_head.weight[:, 0] = -2.0
+    model.lm_head.weight[digits, 0] = 2.0
+    model.lm_head.weight[tokenizer.eos_token_id, 0] = 2.3
 
 
 def make_model(folder: Path, *, seed: int = 0, **settings: Any) -> None:
@@ -43,7 +69,7 @@ def make_model(folder: Path, *, seed: int = 0, **settings: Any) -> None:
     tokenizer = make_tokenizer()
     torch.manual_seed(seed)
     values = {
-        "vocab_size": len(tokenizer) + 1,  # odd, so that TP pads it
+        "vocab_size": len(tokenizer) + 2,  # odd, so that TP pads it
         "hidden_size": 32,
         "intermediate_size": 64,
         "num_hidden_layers": 4,
@@ -60,6 +86,8 @@ def make_model(folder: Path, *, seed: int = 0, **settings: Any) -> None:
         for name, parameter in model.named_parameters():
             centre = 1.0 if "norm" in name else 0.0
             parameter.copy_(centre + 0.15 * torch.randn(parameter.shape))
+        if not model.config.tie_word_embeddings:
+            write_digits_only(model, tokenizer)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -173,6 +173,9 @@ class SGLangProcess:
 
     def _run(self, arguments: Mapping[str, Any], ready: concurrent.futures.Future[Any]) -> None:
         """The thread: builds the engine, then serves its event loop until `close` stops it."""
+        # Children inherit the mask. A launcher or a terminal signals the whole process group; the
+        # trainer then ends the step and the engine with it, which it cannot if that dies first.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
         try:
             engine = _build_engine(arguments, folder=self._folder)
             loop = engine.loop

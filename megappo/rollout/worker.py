@@ -20,7 +20,7 @@ from megappo.types import Completion, Prompt, PromptBatch, RolloutBatch, collate
 
 @dataclass(kw_only=True)
 class RolloutWorker:
-    """One engine a rank. The weight version counts pushes and must come back with every answer."""
+    """One engine a rank."""
 
     engine: RolloutEngine
     context: ParallelContext
@@ -69,10 +69,13 @@ class RolloutWorker:
         size, rank = self.context.model_size, self.context.model_rank
         return range(count * rank // size, count * (rank + 1) // size)
 
-    def push(self, named_tensors: Iterator[tuple[str, Tensor]]) -> SyncReport:
-        """New weights, in Hugging Face names. Collective over the replica: the iterator gathers."""
+    def push(self, named_tensors: Iterator[tuple[str, Tensor]], *, version: int) -> SyncReport:
+        """New weights, in Hugging Face names. Collective over the replica: the iterator gathers.
+
+        Every later response must report `version`.
+        """
         return self.engine.update_weights(
             named_tensors,
             expected_names=self.weight_names,
-            version=self.engine.weight_version + 1,
+            version=version,
         )

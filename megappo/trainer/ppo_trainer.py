@@ -95,9 +95,9 @@ class PPOTrainer:
             critic_norms = self._update_critic(batch, tally)
         with watch.phase("update_actor"):
             actor_norms = self._update_actor(batch, tally, number)
+        self.step_number, self.last_batch = number, batch
         with watch.phase("sync"):
             self.push_weights()
-        self.step_number, self.last_batch = number, batch
         return {
             **before,
             **reduce_tally(tally, self.context),
@@ -106,9 +106,12 @@ class PPOTrainer:
         }
 
     def push_weights(self) -> None:
-        """The actor's weights to this rank's engine. Collective over the replica."""
+        """The actor's weights to this rank's engine, as version step + 1; 0 are the folder's.
+
+        Collective over the replica.
+        """
         network = self.actor.policy.network
-        self.rollouts.push(export_hf(network.chunks, network.spec))
+        self.rollouts.push(export_hf(network.chunks, network.spec), version=self.step_number + 1)
 
     def _next_prompts(self) -> PromptBatch:
         epoch, rows = self.sampler.next_batch()

@@ -71,7 +71,7 @@ MISTAKES = {
     "all dropped": (["data.max_prompt_length=9", "data.truncation=drop"], "all dropped"),
     "too many positions": (["rollout.max_response_length=500"], "256 positions"),
     "layout": (["parallel.tp=2"], "1 ranks cannot be split by TP 2"),
-    "batch": (["actor.micro_batch_size=3"], "it must divide the 8 samples"),
+    "batch": (["actor.micro_batch_size=3"], "it must divide the 16 samples"),
     "temperature": (["rollout.temperature=0"], "rollout.temperature is 0"),
     "no cuda": (["device=cuda"], "finds no CUDA device"),
 }

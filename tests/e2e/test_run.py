@@ -22,7 +22,7 @@ TIME_LIMIT_S = 420
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    make_run(folder)
+    make_run(folder, tie_word_embeddings=False)
     return folder
 
 
@@ -71,7 +71,7 @@ def test_a_run_leaves_what_the_readme_promises(undisturbed):
         json.loads(line)
         for line in (run_dir / "rollouts" / "step_000001.jsonl").read_text().splitlines()
     ]
-    assert len(samples) == 8  # rank 0's share: 4 prompts x 2 responses
+    assert len(samples) == 16  # rank 0's share: 4 prompts x 4 responses
     assert {"prompt", "response", "score", "finish_reason"} <= samples[0].keys()
     assert samples[0]["prompt"].startswith("<|im_start|>user\n")
     assert "2 ranks = TP 1 x PP 1 x CP 1 x DP 2" in screen
@@ -95,6 +95,12 @@ def test_every_step_has_the_names_that_the_design_fixes(undisturbed):
         assert wanted <= row.keys()
     assert [("val/score/mean" in r) for r in rows] == [True, False, True, False, True]
     assert rows[0]["val/rows"] == 12
+
+
+def test_the_tiny_model_earns_some_reward_so_that_updates_are_real(undisturbed):
+    rows = metrics(undisturbed[0])[1:]
+    assert any(0 < row["critic/score/mean"] < 1 for row in rows)
+    assert all(row["actor/grad_norm"] > 1e-2 for row in rows)
 
 
 def test_before_the_first_update_of_a_step_the_ratio_is_exactly_one(undisturbed):
