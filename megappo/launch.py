@@ -13,23 +13,32 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from megappo.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
+from megappo.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_USAGE
+
+USAGE = "usage: python -m megappo.launch [torchrun options] CONFIG.yaml [section.key=value ...]"
+
+
+SHUTDOWN_TIMEOUT_S = 1800
+"""torchrun gives its ranks 30 s after a signal; a rank may need more to end its step and save."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Starts the ranks and returns the run's exit code."""
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import get_args_parser, run
 
     before, after = _split(arguments)
     if not after:
-        sys.stderr.write(
-            "usage: python -m megappo.launch [torchrun options] CONFIG.yaml [key=value ...]\n"
-        )
+        sys.stderr.write(USAGE + "\n")
         return EXIT_USAGE
-    args = get_args_parser().parse_args([*before, "-m", "megappo.train", *after])
+    patience = ["--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S)]
+    args = get_args_parser().parse_args([*patience, *before, "-m", "megappo.train", *after])
     try:
         run(args)
+    except SignalException:
+        # The ranks had the signal too: each has saved, or was killed and can go on from before.
+        return EXIT_RESUMABLE
     except ChildFailedError as error:
         code = int(error.get_first_failure()[1].exitcode)
         return code if code > 0 else EXIT_FAILED

@@ -14,7 +14,7 @@ data:
   val_files: ["{root}/data/val.parquet"]
   train_batch_size: 8
   max_prompt_length: 128
-rollout: {{n: 4, max_response_length: 8, max_running_requests: 32}}
+rollout: {{n: 4, temperature: 1.5, max_response_length: 3, max_running_requests: 32}}
 reward: {{gsm8k_method: flexible}}
 actor:
   optim: {{lr: 1.0e-3, eps: 1.0e-3}}
@@ -58,7 +58,7 @@ def write_digits_only(model: Any, tokenizer: Any) -> None:
     model.model.embed_tokens.weight[:, 0] = 3.0
     model.lm_head.weight[:, 0] = -2.0
     model.lm_head.weight[digits, 0] = 2.0
-    model.lm_head.weight[tokenizer.eos_token_id, 0] = 2.3
+    model.lm_head.weight[tokenizer.eos_token_id, 0] = 2.8
 
 
 def make_model(folder: Path, *, seed: int = 0, **settings: Any) -> None:

@@ -25,6 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Coroutine, Mapping
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
@@ -175,6 +176,8 @@ class SGLangProcess:
         """The thread: builds the engine, then serves its event loop until `close` stops it."""
         # Children inherit the mask. A launcher or a terminal signals the whole process group; the
         # trainer then ends the step and the engine with it, which it cannot if that dies first.
+        # The tracker comes first, because its start unblocks these two signals.
+        resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
         try:
             engine = _build_engine(arguments, folder=self._folder)

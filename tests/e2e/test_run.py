@@ -100,7 +100,7 @@ def test_every_step_has_the_names_that_the_design_fixes(undisturbed):
 def test_the_tiny_model_earns_some_reward_so_that_updates_are_real(undisturbed):
     rows = metrics(undisturbed[0])[1:]
     assert any(0 < row["critic/score/mean"] < 1 for row in rows)
-    assert all(row["actor/grad_norm"] > 1e-2 for row in rows)
+    assert all(row["actor/grad_norm"] > 1e-2 for row in rows[1:])
 
 
 def test_before_the_first_update_of_a_step_the_ratio_is_exactly_one(undisturbed):
