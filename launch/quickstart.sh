@@ -16,7 +16,7 @@ if [ ! -f data/arithmetic/val.parquet ]; then
     .venv/bin/megappo data arithmetic data/arithmetic
 fi
 echo "quickstart: the tiny model"
-.venv/bin/python tools/make_model.py tiny models/tiny
+.venv/bin/python -W "ignore:Failed to load image" tools/make_model.py tiny models/tiny
 echo "quickstart: training on 2 ranks"
 bash launch/local.sh 2 configs/quickstart.yaml "$@"
 run="$(printf '%s\n' "$@" | sed -n 's/^trainer\.run_dir=//p' | tail -n 1)"

@@ -46,7 +46,7 @@ if [ "$extra" = dev ]; then
     "${install[@]}" -r requirements/dev.txt
 fi
 echo "setup: megappo itself"
-"${pip[@]}" install --quiet --no-deps --no-build-isolation -e .
+"${pip[@]}" install -qq --no-deps --no-build-isolation -e .
 echo "$want" >"$stamp"
 if [ "$extra" = dev ]; then
     cpu=(requirements/cpu.txt requirements/cpu-nodeps.txt requirements/constraints.txt setup.py)

@@ -53,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     arithmetic.add_argument("--seed", type=int, default=0)
     arithmetic.add_argument("--num-train", type=int, default=8192)
     arithmetic.add_argument("--num-val", type=int, default=256)
+    arithmetic.add_argument("--instruction", default="", help="put behind each question")
     arithmetic.set_defaults(run=_arithmetic)
     return parser
 
@@ -87,7 +88,13 @@ def _gsm8k(args: argparse.Namespace) -> int:
 def _arithmetic(args: argparse.Namespace) -> int:
     from megappo.data.arithmetic import write_dataset
 
-    write_dataset(args.output, seed=args.seed, num_train=args.num_train, num_val=args.num_val)
+    write_dataset(
+        args.output,
+        seed=args.seed,
+        num_train=args.num_train,
+        num_val=args.num_val,
+        instruction=args.instruction,
+    )
     sys.stdout.write(f"{args.output}: {args.num_train} train and {args.num_val} validation rows\n")
     return EXIT_DONE
 

@@ -30,22 +30,10 @@ trainer: {{run_dir: "{root}/run", total_steps: 4, test_freq: 2, save_freq: 2}}
 def make_run(root: Path, **model_settings: Any) -> Path:
     """Writes `model/`, `data/` and `run.yaml` below `root`; returns the config's path."""
     make_model(root / "model", **model_settings)
-    for path in write_dataset(root / "data", seed=0, num_train=64, num_val=12):
-        score_any_number(path)
+    write_dataset(root / "data", seed=0, num_train=64, num_val=12)
     config = root / "run.yaml"
     config.write_text(CONFIG.format(root=root))
     return config
-
-
-def score_any_number(path: Path) -> None:
-    """Changes the data source, so that with `flexible` a response of digits alone may be right."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    rows = pq.read_table(path)
-    index = rows.schema.get_field_index("data_source")
-    gsm8k = pa.array(["gsm8k"] * rows.num_rows)
-    pq.write_table(rows.set_column(index, "data_source", gsm8k), path)
 
 
 def write_digits_only(model: Any, tokenizer: Any) -> None:

@@ -100,7 +100,9 @@ def sample_problems(split: str, *, seed: int, count: int) -> list[Problem]:
     return [_render(*pairs[i // len(_FORMS)], *_FORMS[i % len(_FORMS)]) for i in chosen]
 
 
-def write_dataset(out_dir: Path, *, seed: int, num_train: int, num_val: int) -> tuple[Path, Path]:
+def write_dataset(
+    out_dir: Path, *, seed: int, num_train: int, num_val: int, instruction: str = ""
+) -> tuple[Path, Path]:
     """Writes `train.parquet` and `val.parquet`; the same seed gives the same bytes.
 
     Columns: `prompt` (one user message), `data_source`, `ground_truth` (the number as a string),
@@ -111,6 +113,8 @@ def write_dataset(out_dir: Path, *, seed: int, num_train: int, num_val: int) -> 
         seed: Of both splits.
         num_train: Rows of the training file.
         num_val: Rows of the validation file.
+        instruction: Put behind each question, after a space, for models that need to be told how
+            to answer.
 
     Returns:
         The paths of the two files.
@@ -119,8 +123,8 @@ def write_dataset(out_dir: Path, *, seed: int, num_train: int, num_val: int) -> 
         DataError: A split has fewer different problems than asked for; nothing is written then.
     """
     tables = {
-        "train": _table(sample_problems("train", seed=seed, count=num_train)),
-        "val": _table(sample_problems("val", seed=seed, count=num_val)),
+        "train": _table(sample_problems("train", seed=seed, count=num_train), instruction),
+        "val": _table(sample_problems("val", seed=seed, count=num_val), instruction),
     }
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -146,10 +150,10 @@ def _render(person: str, things: str, template: int, a: int, b: int) -> Problem:
     return Problem(question=question, answer=answer, template=template)
 
 
-def _table(problems: list[Problem]) -> pa.Table:
+def _table(problems: list[Problem], instruction: str) -> pa.Table:
     rows = [
         {
-            "prompt": [{"role": "user", "content": p.question}],
+            "prompt": [{"role": "user", "content": f"{p.question} {instruction}".rstrip()}],
             "data_source": DATA_SOURCE,
             "ground_truth": str(p.answer),
             "question": p.question,

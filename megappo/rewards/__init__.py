@@ -32,8 +32,7 @@ def _gsm8k(*, method: str) -> RewardFunction:
 
 @REWARDS.register("arithmetic")
 def _arithmetic(*, method: str) -> RewardFunction:
-    # The sums are made to end with "#### N": a run on them should not learn from any other number.
-    return _gsm8k(method="strict")
+    return _gsm8k(method=method)
 
 
 @REWARDS.register("math")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,10 @@ def _check_models(config: Config) -> dict[str, ModelSpec]:
 
 
 def _load_tokenizer(config: Config) -> Any:
-    from transformers import AutoTokenizer
+    with warnings.catch_warnings():
+        # The CPU set-up has torchvision without its image library, which nothing here uses.
+        warnings.filterwarnings("ignore", message="Failed to load image Python extension")
+        from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(

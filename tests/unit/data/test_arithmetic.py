@@ -110,3 +110,11 @@ def test_asking_for_more_than_there_is_names_the_numbers_and_writes_nothing(
     with pytest.raises(DataError, match=r"holds (16848|117936) different problems, but \d+ were"):
         write_dataset(out, seed=0, num_train=num_train, num_val=num_val)
     assert not out.exists()
+
+
+def test_an_instruction_stands_behind_each_question(tmp_path):
+    train, _ = write_dataset(
+        tmp_path, seed=0, num_train=4, num_val=2, instruction="Answer with a number."
+    )
+    for row in pq.read_table(train).to_pylist():
+        assert row["prompt"][0]["content"] == row["question"] + " Answer with a number."
