@@ -13,10 +13,10 @@ from megappo.config.fields import describe
 HEADER = """\
 # Configuration
 
-Every key, in the order of `megappo/config/sections.py`, which this page is made from
-(`python tools/config_docs.py`). Set a key in the YAML file or as `section.key=value` on the command
-line; later ones win. Unknown keys are refused with the nearest known one. Where verl has the same
-setting under another name, that name is answered with ours.
+Every key; this page is made from `megappo/config/` by `python tools/config_docs.py`. Set a key in
+the YAML file or as `section.key=value` on the command line; later ones win. Unknown keys are
+refused with the nearest known one. Where verl has the same setting under another name, that name is
+answered with ours.
 
 | key | type | default | meaning | verl's key |
 |---|---|---|---|---|

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from megappo.config.sections import OptimizerSection, ParallelSection
+from megappo.config.learning import OptimizerSection
+from megappo.config.sections import ParallelSection
 
 
 class NonFiniteGradientError(RuntimeError):

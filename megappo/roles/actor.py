@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megappo.config.sections import ActorSection
+from megappo.config.learning import ActorSection
 from megappo.distributed.grad_sync import Trainable
 from megappo.distributed.metrics import Tally
 from megappo.distributed.parallel import tensor_parallel_group

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megappo.config.sections import CriticSection
+from megappo.config.learning import CriticSection
 from megappo.distributed.grad_sync import Trainable
 from megappo.distributed.metrics import Tally
 from megappo.distributed.pipeline import LossSum, run_forward_backward

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from megappo.config import Config
-from megappo.config.sections import OptimizerSection
+from megappo.config.learning import OptimizerSection
 from megappo.distributed.grad_sync import Trainable, make_trainable
 from megappo.distributed.parallel import ParallelContext, all_ranks_or_none
 from megappo.models.build import build_chunk, transformer_config

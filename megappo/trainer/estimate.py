@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megappo.config.sections import AlgorithmSection
+from megappo.config.learning import AlgorithmSection
 from megappo.distributed.metrics import Tally
 from megappo.distributed.parallel import ParallelContext, sum_over_data
 from megappo.ppo.advantages import compute_gae, whiten

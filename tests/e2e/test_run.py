@@ -187,3 +187,30 @@ def test_the_exported_actor_loads_offline_in_transformers(undisturbed):
     ids = tokenizer("2 and 3", return_tensors="pt").input_ids
     assert torch.isfinite(model(ids).logits).all()
     assert tokenizer.chat_template
+
+
+def test_the_exported_actor_serves_in_sglang_with_transformers_log_probs(undisturbed, tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from megappo.rollout.engine import GenerationRequest
+    from megappo.rollout.sampling import SamplingSettings
+    from megappo.rollout.sglang_engine import EngineSettings, SGLangEngine
+
+    folder = undisturbed[0] / "actor_hf"
+    settings = EngineSettings(
+        model_path=folder, log_file=tmp_path / "engine.log", context_length=64,
+        device="cpu", dtype="float32", max_running_requests=4,
+    )  # fmt: skip
+    prompt = (5, 9, 17)
+    sampling = SamplingSettings(max_new_tokens=6, temperature=0.0, ignore_eos=True)
+    with SGLangEngine(settings) as engine:
+        (answer,) = engine.generate(
+            [GenerationRequest(token_ids=prompt, seed=1, sampling=sampling)]
+        )
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.tensor([[*prompt, *answer.token_ids]])
+    with torch.no_grad():
+        log_probs = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    assert log_probs.argmax(-1).tolist() == list(answer.token_ids)
+    assert log_probs.amax(-1).tolist() == pytest.approx(answer.log_probs, abs=1e-4)

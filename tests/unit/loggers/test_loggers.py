@@ -72,3 +72,24 @@ def test_metrics_lines_are_json(tmp_path):
     logger.log(0, {"x": math.inf, "y": 1})
     logger.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 0, "x": None, "y": 1}
+
+
+class Terminal(io.StringIO):
+    """A screen that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_a_progress_bar_that_is_taken_away_at_the_end(tmp_path, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    screen = Terminal()
+    logger = LOGGERS["console"](settings(tmp_path, first_step=1, terminal=screen))
+    logger.log(1, {"critic/score/mean": 0.25})
+    logger.log(2, {"critic/score/mean": 0.5})
+    logger.close()
+    text = screen.getvalue()
+    assert "step    2/9  score 0.500" in text
+    assert "2/9" in text
+    assert "training" in text
+    assert "\x1b[?25h" in text  # the cursor is shown again

@@ -1,0 +1,184 @@
+"""The sections of what is learned and how: advantages, optimizers, policy and value losses.
+
+The other sections, and what they all have in common, stand in `sections.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megappo.config.fields import Problems, opt, section
+
+A = "actor_rollout_ref.actor."
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmSection:
+    """Advantages and the KL penalty inside the reward."""
+
+    adv_estimator: Literal["gae"] = opt(
+        "gae", "how advantages are estimated", verl="algorithm.adv_estimator"
+    )
+    gamma: float = opt(1.0, "discount a token", verl="algorithm.gamma")
+    lam: float = opt(1.0, "GAE's lambda", verl="algorithm.lam")
+    whiten_advantages: bool = opt(
+        True, "advantages get mean 0 and variance 1 over all trained tokens of all ranks"
+    )
+    bootstrap_truncated: bool = opt(
+        False, "a response cut at its length limit ends with the critic's value instead of 0"
+    )
+    use_kl_in_reward: bool = opt(
+        False, "subtract kl_coef * KL from each token's reward", verl="algorithm.use_kl_in_reward"
+    )
+    kl_penalty: str = opt("kl", "kind of KL in the reward", verl="algorithm.kl_penalty")
+    kl_ctrl: Literal["fixed", "adaptive"] = opt(
+        "fixed", "adaptive steers kl_coef towards target_kl", verl="algorithm.kl_ctrl.type"
+    )
+    kl_coef: float = opt(0.001, "(initial) coefficient", verl="algorithm.kl_ctrl.kl_coef")
+    target_kl: float = opt(
+        0.1, "nats: mean over a sample's tokens", verl="algorithm.kl_ctrl.target_kl"
+    )
+    horizon: float = opt(10000.0, "samples; speed of control", verl="algorithm.kl_ctrl.horizon")
+
+    def __post_init__(self) -> None:
+        p = Problems()
+        p.within(0, 1, gamma=self.gamma, lam=self.lam)
+        p.not_negative(kl_coef=self.kl_coef)
+        p.positive(target_kl=self.target_kl, horizon=self.horizon)
+        _check_kl_kind(p, "kl_penalty", self.kl_penalty)
+        p.done()
+
+
+KL_KINDS = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
+
+
+def _check_kl_kind(p: Problems, field: str, kind: str) -> None:
+    known = kind.removesuffix("+") in KL_KINDS
+    p.require(known, field, kind, f"known: {', '.join(KL_KINDS)}, each also with a trailing '+'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSection:
+    """Adam with decoupled weight decay, in Megatron's DistributedOptimizer."""
+
+    lr: float = opt(1e-6, "peak learning rate", verl="optim.lr")
+    min_lr: float = opt(0.0, "rate at the end of the decay", verl="optim.min_lr")
+    lr_warmup_steps: int = opt(0, "optimizer steps of linear warm-up", verl="optim.lr_warmup_steps")
+    lr_decay_style: Literal["constant", "linear", "cosine"] = opt(
+        "constant", "shape after the warm-up", verl="optim.lr_decay_style"
+    )
+    weight_decay: float = opt(
+        0.01, "decay of matrices; norms and biases are spared", verl="optim.weight_decay"
+    )
+    beta1: float = opt(0.9, "Adam's first-moment decay")
+    beta2: float = opt(0.95, "Adam's second-moment decay")
+    eps: float = opt(1e-8, "Adam's epsilon")
+    clip_grad: float = opt(1.0, "largest gradient norm; 0 does not clip", verl="grad_clip")
+
+    def __post_init__(self) -> None:
+        p = Problems()
+        p.not_negative(
+            lr=self.lr,
+            min_lr=self.min_lr,
+            lr_warmup_steps=self.lr_warmup_steps,
+            weight_decay=self.weight_decay,
+            clip_grad=self.clip_grad,
+        )
+        p.require(self.min_lr <= self.lr, "min_lr", self.min_lr, f"it is over lr ({self.lr})")
+        for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
+            p.require(0 <= beta < 1, name, beta, "it must lie in [0, 1)")
+        p.positive(eps=self.eps)
+        p.done()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorSection:
+    """The policy's loss and its optimizer."""
+
+    optim: OptimizerSection = section(OptimizerSection, "the actor's optimizer", verl=A)
+    clip_ratio: float = opt(0.2, "PPO's epsilon, both sides", verl=A + "clip_ratio")
+    clip_ratio_low: float | None = opt(
+        None, "lower epsilon; clip_ratio if not set", verl=A + "clip_ratio_low"
+    )
+    clip_ratio_high: float | None = opt(
+        None, "upper epsilon; clip_ratio if not set", verl=A + "clip_ratio_high"
+    )
+    clip_ratio_c: float = opt(
+        3.0,
+        "dual clip: bound on the ratio where the advantage is negative",
+        verl=A + "clip_ratio_c",
+    )
+    entropy_coeff: float = opt(
+        0.0, "entropy times this is subtracted from the loss", verl=A + "entropy_coeff"
+    )
+    use_kl_loss: bool = opt(
+        True, "add kl_loss_coef * KL to the reference to the loss", verl=A + "use_kl_loss"
+    )
+    kl_loss_coef: float = opt(0.001, "coefficient of the KL loss", verl=A + "kl_loss_coef")
+    kl_loss_type: str = opt("low_var_kl", "kind of KL in the loss", verl=A + "kl_loss_type")
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = opt(
+        "token-mean", "what the loss is a mean of", verl=A + "loss_agg_mode"
+    )
+    ppo_epochs: int = opt(1, "passes over a step's samples", verl=A + "ppo_epochs")
+    mini_batch_size: int = opt(
+        64, "prompts an optimizer step, all ranks", verl=A + "ppo_mini_batch_size"
+    )
+    micro_batch_size: int = opt(
+        8, "samples a forward pass on one DP rank", verl=A + "ppo_micro_batch_size_per_gpu"
+    )
+
+    @property
+    def clip_low(self) -> float:
+        """Lower epsilon in force."""
+        return self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
+
+    @property
+    def clip_high(self) -> float:
+        """Upper epsilon in force."""
+        return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
+
+    def __post_init__(self) -> None:
+        p = Problems()
+        p.require(0 < self.clip_low < 1, "clip_ratio_low", self.clip_low, "it must lie in (0, 1)")
+        p.positive(clip_ratio_high=self.clip_high)
+        p.require(self.clip_ratio_c > 1, "clip_ratio_c", self.clip_ratio_c, "it must be over 1")
+        p.not_negative(entropy_coeff=self.entropy_coeff, kl_loss_coef=self.kl_loss_coef)
+        _check_kl_kind(p, "kl_loss_type", self.kl_loss_type)
+        p.positive(
+            ppo_epochs=self.ppo_epochs,
+            mini_batch_size=self.mini_batch_size,
+            micro_batch_size=self.micro_batch_size,
+        )
+        p.done()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticSection:
+    """The value model: a model of its own with a scalar head."""
+
+    path: str = opt("", "Hugging Face folder; the actor's if empty", verl="critic.model.path")
+    optim: OptimizerSection = section(OptimizerSection, "the critic's optimizer", verl="critic.")
+    cliprange_value: float = opt(
+        0.5, "values move at most this far from the old ones; 0 does not clip",
+        verl="critic.cliprange_value",
+    )  # fmt: skip
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = opt(
+        "token-mean", "what the loss is a mean of", verl="critic.loss_agg_mode"
+    )
+    micro_batch_size: int = opt(
+        8, "samples a forward pass on one DP rank", verl="critic.ppo_micro_batch_size_per_gpu"
+    )
+
+    def __post_init__(self) -> None:
+        p = Problems()
+        p.not_negative(cliprange_value=self.cliprange_value)
+        p.positive(micro_batch_size=self.micro_batch_size)
+        p.done()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceSection:
+    """The frozen policy that KL is measured against; built only where a KL term is used."""
+
+    path: str = opt("", "Hugging Face folder; the actor's if empty")
