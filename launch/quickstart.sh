@@ -9,6 +9,7 @@ set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+export CUDA_VISIBLE_DEVICES="" # the quickstart is the CPU path, also where there is a GPU
 
 bash launch/setup_venv.sh
 if [ ! -f data/arithmetic/val.parquet ]; then

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code: int = args.run(args)
     except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_USAGE
+    except OSError as error:  # a path that cannot be read or written
         sys.stderr.write(f"error: {error}\n")
         return EXIT_USAGE
     return code
@@ -35,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument(
         "--world-size",
         type=int,
-        help="ranks that will be started; WORLD_SIZE, or one replica (TP x PP x CP), if not given",
+        help="ranks that will be started; one replica (TP x PP x CP) if not given",
     )
     check.set_defaults(run=_check)
 
@@ -64,8 +66,10 @@ def _check(args: argparse.Namespace) -> int:
 
     config = load(args.config, args.overrides)
     layout = config.parallel
-    world_size = args.world_size or int(os.environ.get("WORLD_SIZE", 0))
-    found = preflight(config, world_size or layout.tp * layout.pp * layout.cp)
+    world_size = args.world_size
+    if world_size is None:
+        world_size = layout.tp * layout.pp * layout.cp
+    found = preflight(config, world_size)
     for line in found.plan.lines():
         sys.stdout.write(line + "\n")
     for warning in found.warnings:

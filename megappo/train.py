@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         session.run(arguments[0], arguments[1:])
     except UserError as error:
-        session.report(f"error: {error}", every_node=True)
+        session.report_user_error(error)
         return EXIT_USAGE
     except GuardStop as stop:
         session.report(f"stopped by a guard: {stop}")

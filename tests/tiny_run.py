@@ -16,8 +16,9 @@ data:
   max_prompt_length: 128
 rollout: {{n: 4, temperature: 1.5, max_response_length: 3, max_running_requests: 32}}
 reward: {{gsm8k_method: flexible}}
+algorithm: {{use_kl_in_reward: true, kl_ctrl: adaptive, kl_coef: 0.01, horizon: 100}}
 actor:
-  optim: {{lr: 1.0e-3, eps: 1.0e-3}}
+  optim: {{lr: 1.0e-3, eps: 1.0e-3, lr_warmup_steps: 2, lr_decay_style: cosine}}
   mini_batch_size: 4
   micro_batch_size: 4
 critic:

@@ -93,9 +93,16 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Removes all but the newest `keep` checkpoints, and what interrupted saves left behind."""
-    for step in complete_steps(folder)[:-keep]:
-        shutil.rmtree(folder / step_name(step))
+    """Removes all but the newest `keep` checkpoints, and what interrupted saves left behind.
+
+    Newest by the time of writing, not by step: after a return to an earlier step the ones beyond it
+    are the old ones. What `latest` names is never removed.
+    """
+    named = (folder / LATEST).read_text().strip()
+    paths = [folder / step_name(step) for step in complete_steps(folder)]
+    paths.sort(key=lambda path: (path.name == named, (path / STATE_FILE).stat().st_mtime_ns))
+    for path in paths[:-keep]:
+        shutil.rmtree(path)
     for leftover in folder.glob("*.saving"):
         shutil.rmtree(leftover)
 

@@ -88,16 +88,14 @@ def check_sections(config: Config) -> list[str]:
                 "algorithm.kl_ctrl is 'adaptive': it steers the KL in the reward; set "
                 "algorithm.use_kl_in_reward=true"
             )
-    if config.device == "cpu" and config.parallel.overlap_param_gather:
-        problems.append(
-            "parallel.overlap_param_gather is True: it needs a CUDA device; set it to false"
-        )
     return problems
 
 
 def plan_batches(config: Config, world_size: int) -> tuple[BatchPlan | None, list[str]]:
     """The batch arithmetic of a world size, or the rules that it breaks, with the numbers."""
     layout = config.parallel
+    if world_size < 1:
+        return None, [f"world size is {world_size}: start at least one rank"]
     model_ranks = layout.tp * layout.pp * layout.cp
     degrees = f"TP {layout.tp} x PP {layout.pp} x CP {layout.cp} = {model_ranks}"
     if world_size % model_ranks:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -70,12 +71,12 @@ class Problems:
     def positive(self, **values: float) -> None:
         """Each named value must be over 0."""
         for name, value in values.items():
-            self.require(value > 0, name, value, "it must be over 0")
+            self.require(0 < value < math.inf, name, value, "it must be over 0 and finite")
 
     def not_negative(self, **values: float) -> None:
         """Each named value must be at least 0."""
         for name, value in values.items():
-            self.require(value >= 0, name, value, "it must be 0 or more")
+            self.require(0 <= value < math.inf, name, value, "it must be 0 or more, and finite")
 
     def within(self, low: float, high: float, **values: float) -> None:
         """Each named value must lie in [low, high]."""

@@ -114,6 +114,7 @@ class RolloutSection:
         )
         p.require(0 < self.top_p <= 1, "top_p", self.top_p, "it must lie in (0, 1]")
         p.require(self.top_k == -1 or self.top_k > 0, "top_k", self.top_k, "-1, or over 0")
+        p.require(all(self.stop), "stop", self.stop, "a stop string must not be empty")
         p.within(0.05, 0.95, gpu_memory_utilization=self.gpu_memory_utilization)
         p.done()
 
@@ -127,7 +128,8 @@ class RewardSection:
     )
     num_threads: int = opt(4, "responses scored at once on a rank", verl="reward_model.num_workers")
     max_error_rate: float = opt(
-        0.05, "share of responses whose reward may fail in a step before the run stops"
+        0.05,
+        "share of a step's responses, over all ranks, whose reward may fail before the run stops",
     )
 
     def __post_init__(self) -> None:
@@ -149,12 +151,6 @@ class ParallelSection:
         False, "split activations over TP outside the matrix products",
         verl=A + "megatron.sequence_parallel",
     )  # fmt: skip
-    overlap_grad_reduce: bool = opt(
-        False, "reduce-scatter gradients while the backward pass goes on"
-    )
-    overlap_param_gather: bool = opt(
-        False, "all-gather parameters while the next forward pass goes on"
-    )
 
     def __post_init__(self) -> None:
         p = Problems()
@@ -164,11 +160,6 @@ class ParallelSection:
         p.require(
             not self.sequence_parallel or self.tp > 1,
             "sequence_parallel", self.sequence_parallel, "it needs parallel.tp over 1",
-        )  # fmt: skip
-        p.require(
-            not self.overlap_param_gather or self.overlap_grad_reduce,
-            "overlap_param_gather", self.overlap_param_gather,
-            "it needs parallel.overlap_grad_reduce",
         )  # fmt: skip
         p.done()
 
@@ -183,11 +174,17 @@ class TrainerSection:
         0, "steps in all; 0: as many as total_epochs gives", verl="trainer.total_training_steps"
     )
     total_epochs: int = opt(1, "passes over the data", verl="trainer.total_epochs")
-    test_freq: int = opt(10, "validate every so many steps; 0: never", verl="trainer.test_freq")
+    test_freq: int = opt(
+        10, "validate every so many steps and at the end; 0: never", verl="trainer.test_freq"
+    )
     val_before_train: bool = opt(
         True, "validate before the first step", verl="trainer.val_before_train"
     )
-    save_freq: int = opt(20, "checkpoint every so many steps; 0: never", verl="trainer.save_freq")
+    save_freq: int = opt(
+        20,
+        "checkpoint every so many steps; 0: only at the end and on a signal",
+        verl="trainer.save_freq",
+    )
     critic_warmup: int = opt(
         0, "steps in which the critic alone is trained", verl="trainer.critic_warmup"
     )
@@ -197,6 +194,7 @@ class TrainerSection:
     def __post_init__(self) -> None:
         p = Problems()
         p.require(bool(self.run_dir), "run_dir", self.run_dir, "name a folder")
+        p.require(self.seed < 2**32, "seed", self.seed, "it must be under 2^32")
         p.not_negative(
             seed=self.seed,
             total_steps=self.total_steps,

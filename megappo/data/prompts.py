@@ -163,6 +163,18 @@ class PromptDataset:
         for _ in self._render_all():
             pass
 
+    def check_ground_truths(self) -> None:
+        """Reads the column of ground truths once, so that an empty cell is found now.
+
+        Raises:
+            DataError: naming the first row without one.
+        """
+        for group in self._groups:
+            names = group.file.metadata.schema.to_arrow_schema().names
+            columns = [n for n in ("ground_truth", "reward_model") if n in names]
+            for i, cells in enumerate(_to_dicts(group.file.read(group.index, columns=columns))):
+                _pop_ground_truth(cells, self._where(group.first_row + i, group))
+
     def data_sources(self) -> list[str]:
         """See `read_data_sources`."""
         paths = [file.path for file in self._files]

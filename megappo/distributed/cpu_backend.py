@@ -50,7 +50,7 @@ def install(device: str) -> None:
     if device == "cuda" or any(isinstance(f, _RetargetingFinder) for f in sys.meta_path):
         return
     _check_cuda_is_hidden()
-    _check_version()
+    check_version()
     _check_not_imported()
     _patch_device_functions()
     _patch_rng_functions()
@@ -71,7 +71,12 @@ def _check_cuda_is_hidden() -> None:
         )
 
 
-def _check_version() -> None:
+def check_version() -> None:
+    """Refuses a megatron-core other than the tested one.
+
+    Raises:
+        UserError: it is missing, or another version.
+    """
     try:
         found = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError as error:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from megappo.config.learning import OptimizerSection
-from megappo.config.sections import ParallelSection
 
 
 class NonFiniteGradientError(RuntimeError):
@@ -72,7 +71,6 @@ def make_trainable(
     transformer_config: Any,
     *,
     optim: OptimizerSection,
-    layout: ParallelSection,
     total_optimizer_steps: int,
 ) -> Trainable:
     """Wraps chunks for training. Collective over the world.
@@ -82,7 +80,6 @@ def make_trainable(
         chunks: bare model chunks of this rank, weights loaded.
         transformer_config: the chunks' Megatron config; gets the hooks that the schedules call.
         optim: of this model.
-        layout: overlap switches.
         total_optimizer_steps: length of the learning-rate decay.
     """
     from megatron.core.distributed import (
@@ -94,16 +91,12 @@ def make_trainable(
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=layout.overlap_grad_reduce,
-        overlap_param_gather=layout.overlap_param_gather,
     )
     wrapped = [DistributedDataParallel(transformer_config, ddp, chunk) for chunk in chunks]
     optimizer = _make_optimizer(wrapped, transformer_config, optim)
     transformer_config.calculate_per_token_loss = True
     transformer_config.finalize_model_grads_func = finalize_model_grads
     transformer_config.grad_scale_func = optimizer.scale_loss
-    if layout.overlap_grad_reduce:
-        transformer_config.no_sync_func = wrapped[0].no_sync
     scheduler = _make_scheduler(optimizer, optim, total_optimizer_steps)
     return Trainable(
         name=name,
@@ -150,4 +143,7 @@ def _make_scheduler(optimizer: Any, optim: OptimizerSection, total_steps: int) -
         end_wd=optim.weight_decay,
         wd_incr_steps=max(total_steps, 1),
         wd_incr_style="constant",
+        # A resumed run takes up the step count of its checkpoint and the settings of its config.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
     )

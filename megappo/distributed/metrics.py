@@ -6,6 +6,7 @@ bytes a rank sends are therefore fixed by the number of metrics, not by the numb
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -28,8 +29,9 @@ class Tally:
         self.sums[name] = (old_total + float(total), old_count + float(count))
 
     def add_max(self, name: str, value: float) -> None:
-        """Raises a maximum."""
-        self.maxima[name] = max(self.maxima.get(name, float("-inf")), float(value))
+        """Raises a maximum; NaN counts as infinity, so that it shows."""
+        found = float("inf") if math.isnan(value) else float(value)
+        self.maxima[name] = max(self.maxima.get(name, float("-inf")), found)
 
     def declare(self, means: Iterable[str] = (), maxima: Iterable[str] = ()) -> None:
         """Names metrics that this rank may have nothing to add to."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import importlib.util
 import os
 import signal
 import socket
@@ -88,6 +89,35 @@ def resolve_device(requested: str) -> str:
     if requested == "auto":
         return "cuda" if available else "cpu"
     return requested
+
+
+def check_device(device: str, launch: LaunchEnvironment) -> None:
+    """Looks at what a device needs, before anything is built on it.
+
+    Raises:
+        UserError: another Megatron version than the tested one; on CUDA fewer devices than ranks of
+            this node, no Transformer Engine, or the package `apex` that is not NVIDIA's.
+    """
+    cpu_backend.check_version()
+    if device != "cuda":
+        return
+    count = torch.cuda.device_count()
+    if launch.local_rank >= count:
+        raise UserError(
+            f"local rank {launch.local_rank} has no device: {count} CUDA devices are visible; "
+            "start as many ranks as devices, or use device=cpu"
+        )
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise UserError(
+            "device cuda needs Transformer Engine, which is not installed: see docs/gpu.md, or use "
+            "device=cpu with CUDA_VISIBLE_DEVICES=''"
+        )
+    apex = importlib.util.find_spec("apex")
+    if apex is not None and importlib.util.find_spec("apex.multi_tensor_apply") is None:
+        raise UserError(
+            "the installed package apex is an unrelated one, and Megatron would take it for "
+            "NVIDIA's: pip uninstall apex (docs/gpu.md says how NVIDIA's is installed)"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -125,6 +125,10 @@ def load_spec(folder: str | Path, *, trust_remote_code: bool = False) -> ModelSp
         return spec_from_config(config)
     except ModelError as error:
         raise ModelError(f"{folder}: {error}") from error
+    except (TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError) as error:
+        raise ModelError(
+            f"{folder / 'config.json'} has a value of a wrong kind: {type(error).__name__}: {error}"
+        ) from error
 
 
 def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
@@ -176,7 +180,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def _check_files(folder: Path) -> None:
     index = folder / INDEX_FILE
     if index.is_file():
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        try:
+            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ModelError(f"{index} is no index of weights: {error!r}") from error
         missing = sorted(s for s in shards if not (folder / s).is_file())
         if missing:
             raise ModelError(f"{index} lists files that are not there: {', '.join(missing)}")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 
 from megappo.errors import ModelError
@@ -73,6 +74,21 @@ def load_hf_weights(
             shard = _read_shard(tensors, entry, spec, tp, rank)
             assert shard.shape == parameter.shape, (name, shard.shape, parameter.shape)
             parameter.copy_(shard)
+
+
+def check_weights(folder: str | Path, spec: ModelSpec, *, head: Head) -> None:
+    """Opens the weight files and compares names and shapes, from the headers alone.
+
+    Raises:
+        ModelError: a file is damaged or no safetensors (a Git-LFS pointer, say); or `check_names`.
+    """
+    try:
+        with TensorFolder(folder) as tensors:
+            check_names(tensors, spec, head)
+    except (SafetensorError, OSError, KeyError) as error:
+        raise ModelError(
+            f"the weights in {folder} cannot be read: {error}; download the folder again"
+        ) from error
 
 
 def check_names(tensors: TensorFolder, spec: ModelSpec, head: Head) -> dict[str, tuple[int, ...]]:

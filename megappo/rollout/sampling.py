@@ -128,7 +128,10 @@ def end_token_ids(model_folder: str | Path) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         file = folder / name
         if file.exists():
-            found = _as_ids(json.loads(file.read_text()).get("eos_token_id"))
+            try:
+                found = _as_ids(json.loads(file.read_text()).get("eos_token_id"))
+            except (ValueError, AttributeError, TypeError) as error:
+                raise ModelError(f"{file} cannot be read: {error!r}") from error
             if found:
                 return found
     found = _tokenizer_end_token(folder)

@@ -126,6 +126,8 @@ def arguments_of(settings: EngineSettings, *, nccl_port: int) -> dict[str, Any]:
         "random_seed": 0,
         "schedule_policy": "fcfs",
         "disable_overlap_schedule": True,
+        # Without it the scheduler spins while the trainer works, on a core that the trainer needs.
+        "sleep_on_idle": True,
         "disable_radix_cache": not settings.prefix_cache,
         "skip_server_warmup": True,
         "trust_remote_code": settings.trust_remote_code,

@@ -52,7 +52,11 @@ def build_trainer(
         dataset=found.train_set,
         sampler=found.sampler,
         rollouts=rollouts,
-        scorer=BatchScorer(scorer=make_scorer(config), context=context),
+        scorer=BatchScorer(
+            scorer=make_scorer(config),
+            context=context,
+            max_error_rate=config.reward.max_error_rate,
+        ),
         actor=actor,
         reference=reference,
         critic=critic,
@@ -89,6 +93,7 @@ def build_evaluator(config: Config, found: Preflight, context: ParallelContext) 
         ),
         n=val.n,
         scorer=make_scorer(config),
+        max_error_rate=config.reward.max_error_rate,
         context=context,
     )
 
@@ -97,7 +102,7 @@ def make_scorer(config: Config) -> Scorer:
     """Rewards by data_source."""
     return Scorer(
         num_threads=config.reward.num_threads,
-        max_error_rate=config.reward.max_error_rate,
+        max_error_rate=1.0,  # decided over all ranks, by `check_error_rate`
         method=config.reward.gsm8k_method,
     )
 
@@ -163,7 +168,6 @@ def _trainable(
         network.chunks,
         network.config,
         optim=optim,
-        layout=config.parallel,
         total_optimizer_steps=found.total_steps * found.plan.optimizer_steps_per_step,
     )
 

@@ -15,6 +15,7 @@ from megappo.distributed.parallel import ParallelContext
 from megappo.rewards.scorer import Scorer
 from megappo.rollout.sampling import SamplingSettings
 from megappo.rollout.worker import RolloutWorker
+from megappo.trainer.scoring import check_error_rate
 from megappo.types import Completion, Prompt
 
 ROWS_AT_ONCE = 1024
@@ -29,6 +30,7 @@ class Evaluator:
     sampling: SamplingSettings
     n: int
     scorer: Scorer
+    max_error_rate: float
     context: ParallelContext
 
     def run(self, rollouts: RolloutWorker) -> Mapping[str, float]:
@@ -41,6 +43,7 @@ class Evaluator:
             prompts = self.dataset.rows(rows[start : start + ROWS_AT_ONCE])
             self._score(prompts, rollouts.answer(prompts, self.sampling, self.n), tally)
         reduced = dict(reduce_tally(tally, self.context))
+        check_error_rate(reduced["val/reward_error"], self.max_error_rate)
         reduced["val/rows"] = float(len(self.dataset))
         return reduced
 

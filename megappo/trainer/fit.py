@@ -25,6 +25,11 @@ from megappo.trainer.ppo_trainer import PPOTrainer
 from megappo.trainer.records import Records
 
 
+def export_folder(config: Config) -> Path:
+    """Where the trained actor is written as a Hugging Face folder."""
+    return Path(config.trainer.run_dir) / "actor_hf"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """A built trainer with what surrounds it. Loggers and records are rank 0's alone."""
@@ -98,6 +103,10 @@ class Run:
         state = {
             "sampler": trainer.sampler.state_dict(),
             "kl_controller": trainer.estimator.kl_controller.state_dict(),
+            "config": {
+                "model.dtype": self.config.model.dtype,
+                "algorithm.kl_ctrl": self.config.algorithm.kl_ctrl,
+            },
             "models": {
                 "actor": model_identity(trainer.actor.policy.network.spec),
                 "critic": model_identity(trainer.critic.network.spec),
@@ -117,7 +126,7 @@ class Run:
     def _export(self) -> None:
         network = self.trainer.actor.policy.network
         context = self.trainer.context
-        out = Path(self.config.trainer.run_dir) / "actor_hf"
+        out = export_folder(self.config)
         new = out.with_name("actor_hf.new")
         with all_ranks_or_none(context, "clearing an old export"):
             if context.is_main and new.exists():

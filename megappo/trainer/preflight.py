@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from megappo.data.sampler import PromptSampler
 from megappo.errors import CheckpointError, ModelError, UserError
 from megappo.models.build import check_layout as check_model_layout
 from megappo.models.spec import ModelSpec, load_spec
+from megappo.models.weights import check_weights
 from megappo.rewards import resolve
+from megappo.rollout.sampling import end_token_ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,14 +49,14 @@ class Preflight:
         return 0 if self.checkpoint is None else int(layout.read_state(self.checkpoint)["step"])
 
 
-def preflight(config: Config, world_size: int, *, read_all_prompts: bool = True) -> Preflight:
+def preflight(config: Config, world_size: int, *, read_all_rows: bool = True) -> Preflight:
     """Checks batch arithmetic, model folders, data files, rewards and the run's folder.
 
     Args:
         config: of the run.
         world_size: ranks.
-        read_all_prompts: render every prompt where `data.truncation` is error, so that a row that
-            is too long is found now; one rank doing so is enough.
+        read_all_rows: look at every row, so that a prompt that is too long or cannot be rendered,
+            or an answer that is missing, is found now; one rank doing so is enough.
 
     Raises:
         UserError: the first thing that is wrong, with numbers and remedy.
@@ -62,6 +65,7 @@ def preflight(config: Config, world_size: int, *, read_all_prompts: bool = True)
     if plan is None:
         raise ConfigError("\n".join(problems))
     specs = _check_models(config)
+    end_token_ids(config.model.path)  # a model without any would never end a response
     check_files(config.data.train_files, prompt_key=config.data.prompt_key)
     if config.data.val_files:
         check_files(config.data.val_files, prompt_key=config.data.prompt_key, name="val")
@@ -79,11 +83,15 @@ def preflight(config: Config, world_size: int, *, read_all_prompts: bool = True)
     )
     for rows in (train_set, val_set):
         if rows is not None:
-            len(rows)  # with truncation `drop` this is where "all rows are too long" shows
-            if read_all_prompts and config.data.truncation == "error":
-                rows.check_prompts()
+            len(rows)  # with truncation `drop` this renders all, and finds "all rows too long"
+            if read_all_rows:
+                rows.check_ground_truths()
+                if config.data.truncation != "drop":
+                    rows.check_prompts()
     total = config.trainer.total_steps or config.trainer.total_epochs * sampler.batches_per_epoch
     checkpoint = _check_run_dir(config, plan, specs)
+    if checkpoint is not None:
+        _check_resumed_state(config, layout.read_state(checkpoint), checkpoint, sampler)
     return Preflight(
         plan=plan,
         actor_spec=specs["actor"],
@@ -114,6 +122,7 @@ def _check_models(config: Config) -> dict[str, ModelSpec]:
     for role, path in model_paths(config).items():
         spec = load_spec(path, trust_remote_code=config.model.trust_remote_code)
         check_model_layout(spec, tp=config.parallel.tp, pp=config.parallel.pp)
+        check_weights(path, spec, head="value" if role == "critic" else "lm")
         specs[role] = spec
     wanted = config.data.max_prompt_length + config.rollout.max_response_length
     for role, spec in specs.items():
@@ -188,6 +197,28 @@ def _check_run_dir(config: Config, plan: BatchPlan, specs: dict[str, ModelSpec])
                 "model.path back, or use a new trainer.run_dir"
             )
     return found
+
+
+def _check_resumed_state(
+    config: Config, state: Mapping[str, Any], checkpoint: Path, sampler: PromptSampler
+) -> None:
+    """What the checkpoint's small state must have in common with the run that takes it up."""
+    replica = PromptSampler(
+        sampler.num_rows,
+        batch_size=sampler.batch_size,
+        seed=sampler.seed,
+        shuffle=sampler.shuffle,
+    )
+    replica.load_state_dict(state["sampler"])
+    for key, now in (
+        ("model.dtype", config.model.dtype),
+        ("algorithm.kl_ctrl", config.algorithm.kl_ctrl),
+    ):
+        if state["config"][key] != now:
+            raise CheckpointError(
+                f"{checkpoint} was saved with {key}={state['config'][key]}, and it is {now} now: "
+                "set it back, or use a new trainer.run_dir"
+            )
 
 
 def _warnings(config: Config) -> list[str]:

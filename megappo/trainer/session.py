@@ -17,8 +17,9 @@ from megappo.checkpoint.store import CheckpointStore
 from megappo.config import Config, dump, load
 from megappo.distributed import parallel
 from megappo.distributed.parallel import LaunchEnvironment, ParallelContext
+from megappo.errors import UserError
 from megappo.loggers import LOGGERS, Logger, LoggerSettings
-from megappo.trainer.fit import Run
+from megappo.trainer.fit import Run, export_folder
 from megappo.trainer.output import Screen, redirect_to
 from megappo.trainer.preflight import Preflight, preflight
 from megappo.trainer.records import Records
@@ -32,6 +33,7 @@ class Session:
         self._screen: Screen | None = None
         self._log_file: Path | None = None
         self._signal: int | None = None
+        self._joined = False
 
     def run(self, config_path: str, overrides: Sequence[str]) -> None:
         """The whole run. Collective over the world after the checks.
@@ -44,9 +46,11 @@ class Session:
         parallel.die_with_launcher()
         config = load(config_path, overrides)
         device = parallel.resolve_device(config.device)
-        found = preflight(config, launch.world_size, read_all_prompts=launch.rank == 0)
+        parallel.check_device(device, launch)
+        found = preflight(config, launch.world_size, read_all_rows=launch.rank == 0)
         self._say_plan(config, found, device)
-        if found.resumed_step >= found.total_steps:
+        exported = not config.checkpoint.export_hf or export_folder(config).exists()
+        if found.resumed_step >= found.total_steps and exported:
             self._say(
                 f"nothing to do: {found.checkpoint} has finished all {found.total_steps} steps; "
                 "raise trainer.total_steps or trainer.total_epochs to go on"
@@ -55,7 +59,6 @@ class Session:
         run_dir = Path(config.trainer.run_dir)
         self._log_file = run_dir / "logs" / f"rank_{launch.rank:05d}.log"
         self._screen = redirect_to(self._log_file)
-        self._catch_signals()
         context = parallel.start(
             launch,
             device=device,
@@ -65,15 +68,29 @@ class Session:
             seed=config.trainer.seed,
             timeout_s=config.trainer.distributed_timeout_s,
         )
+        # Not earlier: a rank that waits for another to join must die of the launcher's signal.
+        self._catch_signals()
+        self._joined = True
         self._train(config, found, context, run_dir)
         parallel.stop(context)
 
-    def report(self, text: str, *, every_node: bool = False) -> None:
-        """One message on the user's stderr, from rank 0 (or from the first rank of every node)."""
-        launch = self._launch
-        speaks = launch is None or (launch.local_rank == 0 if every_node else launch.rank == 0)
-        if speaks:
+    def report(self, text: str) -> None:
+        """One message on the user's stderr, from rank 0."""
+        if self._launch is None or self._launch.rank == 0:
             self._write(self._screen.err if self._screen else sys.stderr, text)
+
+    def report_user_error(self, error: UserError) -> None:
+        """A mistake of the user's.
+
+        Before the ranks have joined all of them find the same, and the first of each node speaks.
+        Later (a row that only one rank draws, say) it is the one that met it.
+        """
+        launch = self._launch
+        if launch is None or self._joined:
+            rank = f" (rank {launch.rank})" if launch is not None else ""
+            self._write(self._screen.err if self._screen else sys.stderr, f"error: {error}{rank}")
+        elif launch.local_rank == 0:
+            self._write(self._screen.err if self._screen else sys.stderr, f"error: {error}")
 
     def report_failure(self, error: Exception) -> None:
         """What went wrong on this rank: the message on the screen, the traceback in the log."""

@@ -73,6 +73,8 @@ MISTAKES = {
     "layout": (["parallel.tp=2"], "1 ranks cannot be split by TP 2"),
     "batch": (["actor.micro_batch_size=3"], "it must divide the 16 samples"),
     "temperature": (["rollout.temperature=0"], "rollout.temperature is 0"),
+    "empty stop": (["rollout.stop=['']"], "a stop string must not be empty"),
+    "no world": (["trainer.seed=-1"], "trainer.seed is -1"),
     "no cuda": (["device=cuda"], "finds no CUDA device"),
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from megappo.data.sampler import rank_share
 from megappo.distributed import parallel
 from megappo.distributed.metrics import Tally, reduce_tally
 from megappo.models.weights import export_hf
+from megappo.ppo.kl import AdaptiveKLController
 from megappo.roles.critic import Critic
 from megappo.trainer.build import build_roles
+from megappo.trainer.estimate import Estimator
 from megappo.trainer.preflight import preflight
 from megappo.types import Completion, MiniBatch, Prompt, RolloutBatch, collate
 
@@ -46,11 +49,16 @@ def main() -> None:
     values, after = critic.values(batch, micro)
     assert reference is not None
     ref, _ = reference.log_probs(batch, micro)
-    batch = batch.with_fields(old_log_probs=old, values=values, ref_log_probs=ref - 0.1)
+    batch = batch.with_fields(
+        old_log_probs=old, values=made_up(values, batch), ref_log_probs=ref - 0.1
+    )
+    tally = Tally()
+    tally.declare((*actor.MEANS, *Critic.MEANS, *Estimator.MEANS), actor.MAXIMA)
+    controller = AdaptiveKLController(0.05, 0.02, 100.0)
+    estimator = Estimator(settings=config.algorithm, kl_controller=controller, context=context)
+    batch = estimator.estimate(batch, after, tally)
     norms: list[float] = []
     counts = {"first": count_collectives()}
-    tally = Tally()
-    tally.declare(actor.MEANS + Critic.MEANS, actor.MAXIMA)
     size = MINI * N // context.dp
     for number, start in enumerate(range(0, len(batch), size)):
         part = batch.select(range(start, start + size))
@@ -61,7 +69,13 @@ def main() -> None:
     weights = dict(export(actor.policy.network, "lm"))
     weights |= {f"critic.{k}": v for k, v in export(critic.network, "value").items()}
     new, _ = actor.log_probs(batch, micro)
-    state = sum(t.numel() for s in optimizer_state(actor.trainable) for t in s.values() if t.ndim)
+    state = sum(
+        t.numel()
+        for trainable in (actor.trainable, critic.trainable)
+        for s in optimizer_state(trainable)
+        for t in s.values()
+        if t.ndim
+    )
     print(f"rank {context.rank} optimizer_elements {state}", flush=True)
     torch.save(
         {
@@ -75,7 +89,15 @@ def main() -> None:
             "weights": weights,
             "optimizer_elements": state,
             "collectives": dict(counts["first"]),
-            "dp_rank": context.dp_rank,
+            "kl_coef": controller.kl_coef,
+            "advantages": batch.advantages,
+            "rows": [p.row for p in batch.prompts],
+            "parameters": sum(
+                p.numel()
+                for t in (actor.trainable, critic.trainable)
+                for c in t.chunks
+                for p in c.parameters()
+            ),
         },
         arguments.out / f"rank{context.rank}.pt",
     )
@@ -110,11 +132,16 @@ def whole_batch(vocab_size: int) -> RolloutBatch:
     shape = batch.responses.shape
     mask = batch.response_mask.clone()
     mask[3] = False
-    advantages = torch.randn(shape, generator=generator)
-    returns = torch.randn(shape, generator=generator)
-    from dataclasses import replace
+    scores = torch.randn(shape[0], generator=generator)
+    return replace(batch, response_mask=mask, scores=scores)
 
-    return replace(batch, response_mask=mask, advantages=advantages, returns=returns)
+
+def made_up(values: torch.Tensor, batch: RolloutBatch) -> torch.Tensor:
+    """The new critic's values are all 0; some that depend on the sample alone take their place."""
+    rows = torch.tensor(
+        [len(c.token_ids) + p.row for p, c in zip(batch.prompts, batch.completions, strict=True)]
+    )
+    return values + torch.sin(rows[:, None] + torch.arange(values.shape[1])).float()
 
 
 def share(batch: RolloutBatch, context: parallel.ParallelContext) -> RolloutBatch:
