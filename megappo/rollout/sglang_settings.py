@@ -56,7 +56,7 @@ class EngineSettings:
     prefix_cache: bool = False
     """Share the computation of equal prompt beginnings. Worth it for long prompts; short ones are
     faster without."""
-    memory_saver: bool = True
+    memory_saver: bool = False
     """Whether `sleep` can give device memory back (CUDA)."""
     num_threads: int = 1
     """CPU threads of each of the engine's processes."""

@@ -37,6 +37,15 @@ def write_broken_parts(root: Path) -> None:
     weightless.mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (weightless / name).write_bytes((root / "model" / name).read_bytes())
+    pointer = root / "pointer"
+    misfit = root / "misfit"
+    for folder in (pointer, misfit):
+        folder.mkdir()
+        for file in (root / "model").iterdir():
+            (folder / file.name).write_bytes(file.read_bytes())
+    (pointer / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    config = json.loads((misfit / "config.json").read_text())
+    (misfit / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 8}))
     window = root / "window"
     window.mkdir()
     for file in (root / "model").iterdir():
@@ -59,7 +68,9 @@ MISTAKES = {
     "verl's key": (["data.max_response_length=5"], "here it is rollout.max_response_length"),
     "missing model": (["model.path={root}/nowhere"], "nowhere does not exist"),
     "model without weights": (["model.path={root}/weightless"], "model.safetensors"),
-    "unsupported setting": (["model.path={root}/window"], "sliding_window"),
+    "unsupported setting": (["model.path={root}/window"], "sliding_attention"),
+    "Git-LFS pointer": (["model.path={root}/pointer"], "cannot be read"),
+    "another model's weights": (["critic.path={root}/misfit"], "do not fit"),
     "missing data": (["data.train_files=['{root}/data/no.parquet']"], "no.parquet"),
     "no parquet": (["data.train_files=['{root}/data/text.parquet']"], "text.parquet"),
     "wrong column": (["data.val_files=['{root}/data/no_truth.parquet']"], "ground_truth"),
@@ -101,14 +112,22 @@ def test_check_refuses_and_accepts_without_touching_anything(root):
     assert not (root / "run").exists()
 
 
-def test_the_launcher_says_a_mistake_once_and_keeps_exit_code_2(root):
+@pytest.mark.parametrize(
+    ("mistake", "expected"),
+    [
+        ("actor.optim.leraning_rate=1", "is not a known key"),
+        # Only rank 0 reads every prompt: the other rank is joining when it fails.
+        ("data.max_prompt_length=9", "error: train row 0 "),
+    ],
+)
+def test_the_launcher_says_a_mistake_once_and_keeps_exit_code_2(root, mistake, expected):
     result = subprocess.run(
         [sys.executable, "-m", "megappo.launch", "--nproc-per-node", "2", str(root / "run.yaml"),
-         "actor.optim.leraning_rate=1"],
+         f"trainer.run_dir={root / 'other'}", mistake],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert result.returncode == 2, result.stderr
-    assert result.stderr.count("is not a known key") == 1
+    assert result.stderr.count(expected) == 1
     assert "Traceback" not in result.stderr
 
 

@@ -214,3 +214,18 @@ def test_the_exported_actor_serves_in_sglang_with_transformers_log_probs(undistu
         log_probs = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
     assert log_probs.argmax(-1).tolist() == list(answer.token_ids)
     assert log_probs.amax(-1).tolist() == pytest.approx(answer.log_probs, abs=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["parallel.tp=2", "parallel.pp=2"])
+def test_a_step_has_the_same_numbers_in_another_layout(root, undisturbed, layout):
+    """Same samples (seeds do not depend on ranks), same losses and norms as with DP 2."""
+    name = layout.replace("=", "_")
+    train(root, name, layout, "trainer.total_steps=1", "trainer.test_freq=0")
+    expected, found = metrics(undisturbed[0])[1], metrics(root / name)[1]
+    exact = ("critic/score/mean", "response_length/mean", "prompt_length/mean", "val/rows")
+    for key in exact:
+        assert found.get(key, 12) == expected.get(key, 12), key
+    assert found["rollout/log_prob_diff_max"] < 1e-3
+    assert found["actor/first_ratio_diff_max"] == 0.0
+    for key in ("critic/grad_norm", "critic/vf_loss", "actor/entropy", "actor/reward_kl"):
+        assert found[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-7), key

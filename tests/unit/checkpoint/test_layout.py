@@ -67,3 +67,13 @@ def test_an_unreadable_state_is_one_clear_error(tmp_path):
     (tmp_path / "step_000010" / layout.STATE_FILE).write_text("{")
     with pytest.raises(CheckpointError, match=r"state\.json cannot be read"):
         layout.read_state(tmp_path / "step_000010")
+
+
+def test_after_a_return_to_an_earlier_step_the_new_checkpoint_is_kept(tmp_path):
+    for step in (10, 30, 40):
+        write(tmp_path, step)
+    (tmp_path / layout.LATEST).write_text("step_000010\n")
+    write(tmp_path, 20)
+    layout.prune(tmp_path, keep=2)
+    assert layout.complete_steps(tmp_path) == [20, 40]
+    assert layout.latest(tmp_path) == tmp_path / "step_000020"

@@ -13,6 +13,7 @@ from megappo.roles.critic import explained_variance, explained_variance_sums
 from megappo.trainer.batch_metrics import MAXIMA, MEANS, add_batch
 from megappo.trainer.guard import Guard
 from megappo.trainer.ppo_trainer import StepPlan
+from megappo.trainer.scoring import check_error_rate
 from megappo.trainer.stopwatch import PHASES, Stopwatch
 from megappo.types import Completion, Prompt, collate
 
@@ -133,3 +134,27 @@ def test_explained_variance_of_nothing_or_of_a_constant_is_zero():
     same = torch.full((1, 2), 3.0)
     assert explained_variance(explained_variance_sums(same, same, ~mask)) == 0.0
     assert explained_variance(explained_variance_sums(same, same, mask)) == 0.0
+
+
+def test_a_maximum_shows_nan_as_infinity():
+    tally = Tally()
+    tally.add_max("x", 1.0)
+    tally.add_max("x", math.nan)
+    assert tally.maxima == {"x": math.inf}
+
+
+def test_means_add_sums_and_counts():
+    first, second = Tally(), Tally()
+    first.add("x", 1.0, 4)
+    second.add("x", 5.0, 1)
+    first.merge(second)
+    assert first.sums == {"x": (6.0, 5)}
+
+
+@pytest.mark.parametrize(("rate", "stops"), [(0.05, False), (0.051, True)])
+def test_too_many_failed_rewards_end_the_run(rate, stops):
+    if stops:
+        with pytest.raises(RuntimeError, match=r"over reward\.max_error_rate \(5\.0%\)"):
+            check_error_rate(rate, 0.05)
+    else:
+        check_error_rate(rate, 0.05)
