@@ -61,7 +61,8 @@ class Run:
             metrics = dict(trainer.step())
             step = trainer.step_number
             is_last = step == self.total_steps
-            if self._due(step, self.config.trainer.test_freq) or is_last:
+            every = self.config.trainer.test_freq
+            if self._due(step, every) or (is_last and every > 0):
                 metrics |= self._validate()
             self._log(step, metrics)
             stopping = any_rank(self.stop_requested(), trainer.context)

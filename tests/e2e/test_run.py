@@ -116,6 +116,7 @@ def test_engine_and_trainer_agree_on_log_probs_in_every_step(undisturbed):
 def test_a_first_update_alone_has_no_clipping_and_no_kl(root):
     train(root, "one", "actor.mini_batch_size=8", "trainer.total_steps=1", "trainer.test_freq=0")
     row = metrics(root / "one")[1]
+    assert "val/score/mean" not in row
     assert row["actor/pg_clipfrac"] == 0.0
     assert row["actor/ppo_kl"] == 0.0
     assert row["actor/first_ratio_diff_max"] == 0.0
