@@ -3,7 +3,7 @@
 #
 #   bash launch/quickstart.sh [key=value ...]     e.g. trainer.total_steps=20 trainer.run_dir=runs/mine
 #
-# Makes .venv, a 1M-parameter model (models/tiny) and word problems (data/arithmetic), then trains with
+# Makes .venv, a 0.7M-parameter model (models/tiny) and word problems (data/arithmetic), then trains with
 # real Megatron-Core and real SGLang. What is there already is kept; an interrupted run goes on.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
