@@ -31,7 +31,6 @@ class Trainable:
     """Megatron's DistributedDataParallel around each chunk."""
     optimizer: Any
     scheduler: Any
-    clip_grad: float
 
     @property
     def lr(self) -> float:
@@ -103,7 +102,6 @@ def make_trainable(
         chunks=wrapped,
         optimizer=optimizer,
         scheduler=scheduler,
-        clip_grad=optim.clip_grad,
     )
 
 

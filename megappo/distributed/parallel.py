@@ -12,7 +12,6 @@ import datetime
 import importlib.util
 import os
 import signal
-import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -256,19 +255,6 @@ def _model_group(
     return mine
 
 
-def check_launch(context: ParallelContext, *, nodes: int | None = None) -> None:
-    """Every rank sees the same world. Collective over the world.
-
-    A launcher that falls back to localhost on each of several nodes makes as many worlds of one;
-    where the number of nodes is known, that is caught here.
-    """
-    if nodes is None:
-        return
-    hosts = set(all_gather_objects(socket.gethostname(), context.world_group))
-    if len(hosts) != nodes:
-        raise UserError(f"{nodes} nodes were started but {len(hosts)} joined: {sorted(hosts)}")
-
-
 def all_gather_objects(value: Any, group: Any) -> list[Any]:
     """Each rank's object, in group order. Collective over `group` (gloo). For control data only."""
     gathered: list[Any] = [None] * dist.get_world_size(group)
@@ -286,13 +272,6 @@ def tensor_parallel_group() -> Any:
 def barrier(context: ParallelContext) -> None:
     """Collective over the world."""
     dist.barrier(group=context.world_group)
-
-
-def broadcast_from_main(value: Any, context: ParallelContext) -> Any:
-    """Rank 0's object on every rank. Collective over the world."""
-    box = [value]
-    dist.broadcast_object_list(box, src=0, group=context.world_group)
-    return box[0]
 
 
 def any_rank(flag: bool, context: ParallelContext) -> bool:

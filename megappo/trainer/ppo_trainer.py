@@ -181,9 +181,7 @@ class PPOTrainer:
         for name, gigabytes in resource_metrics(self.context.device).items():
             tally.add_max(name, gigabytes)
         tokens = sum(batch.total_lengths) if self.context.reports_losses else 0
-        tally.add("perf/total_num_tokens", tokens, 0)
-        total, _ = tally.sums.pop("perf/total_num_tokens")
-        tally.add("perf/tokens_a_rank", total, 1)
+        tally.add("perf/tokens_a_rank", tokens, 1)
         reduced = dict(reduce_tally(tally, self.context))
         all_tokens = reduced.pop("perf/tokens_a_rank") * self.context.world_size
         reduced["perf/total_num_tokens"] = all_tokens

@@ -223,9 +223,8 @@ def test_a_step_has_the_same_numbers_in_another_layout(root, undisturbed, layout
     name = layout.replace("=", "_")
     train(root, name, layout, "trainer.total_steps=1", "trainer.test_freq=0")
     expected, found = metrics(undisturbed[0])[1], metrics(root / name)[1]
-    exact = ("critic/score/mean", "response_length/mean", "prompt_length/mean", "val/rows")
-    for key in exact:
-        assert found.get(key, 12) == expected.get(key, 12), key
+    for key in ("critic/score/mean", "response_length/mean", "prompt_length/mean"):
+        assert found[key] == expected[key], key
     assert found["rollout/log_prob_diff_max"] < 1e-3
     assert found["actor/first_ratio_diff_max"] == 0.0
     for key in ("critic/grad_norm", "critic/vf_loss", "actor/entropy", "actor/reward_kl"):

@@ -162,7 +162,6 @@ def optimizer_state(trainable: Any) -> list[dict[str, torch.Tensor]]:
 
 def count_collectives() -> Counter[str]:
     """Counts calls and bytes of Megatron's gradient and parameter collectives from here on."""
-    import torch.distributed as dist
     from megatron.core.distributed import param_and_grad_buffer as buffers
 
     found: Counter[str] = Counter()
@@ -179,7 +178,6 @@ def count_collectives() -> Counter[str]:
     for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
         real = getattr(buffers, name)
         setattr(buffers, name, counting(name, real))
-    del dist
     return found
 
 
