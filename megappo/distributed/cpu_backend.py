@@ -59,6 +59,7 @@ def install(device: str) -> None:
     _import_without_compiling()
     _patch_rng_tracker()
     _patch_norm()
+    _patch_rope()
     _patch_moe()
     _patch_adam()
 
@@ -298,6 +299,20 @@ def _patch_norm() -> None:
     WrappedTorchNorm.__new__ = new
 
 
+def _patch_rope() -> None:
+    # rope_utils.py:62 asks for pinned memory, which takes a CUDA device, to pick the two chunks of
+    # a context-parallel rank out of unpacked positions; rotary_pos_embedding.py:20 has the name.
+    from megatron.core.models.common.embeddings import rope_utils, rotary_pos_embedding
+
+    def on_this_rank(pos_emb: Tensor, seq_dim: int, cp_group: Any) -> Tensor:
+        chunks = pos_emb.chunk(2 * cp_group.size(), dim=seq_dim)
+        early, late = cp_group.rank(), 2 * cp_group.size() - 1 - cp_group.rank()
+        return torch.cat([chunks[early], chunks[late]], dim=seq_dim)
+
+    rope_utils.get_pos_emb_on_this_cp_rank = on_this_rank
+    rotary_pos_embedding.get_pos_emb_on_this_cp_rank = on_this_rank
+
+
 def _patch_moe() -> None:
     # moe_utils.py:1192 reads te_general_gemm, which :34 binds only where Transformer Engine is.
     # token_dispatcher.py:876-892 needs numpy split sizes, which moe_utils.py:1093 makes from CUDA
@@ -311,6 +326,48 @@ def _patch_moe() -> None:
         moe_utils.te_general_gemm = None
     moe_utils.maybe_move_tensor_to_cpu = move_to_cpu
     token_dispatcher.maybe_move_tensor_to_cpu = move_to_cpu
+    _patch_uneven_collectives()
+
+
+def _patch_uneven_collectives() -> None:
+    # token_dispatcher.py:696 gathers an expert's tokens over its tensor-parallel ranks, which have
+    # unequal counts of them; NCCL takes that (mappings.py:150, :189) and gloo does not. Here every
+    # share is padded to the longest.
+    from megatron.core.tensor_parallel import mappings
+
+    even_gather = mappings._gather_along_first_dim
+    even_reduce_scatter = mappings._reduce_scatter_along_first_dim
+
+    def gather(
+        input_: Tensor, group: Any, sizes: Sequence[int] | None = None, use_buffer: bool = False
+    ) -> Tensor:
+        if sizes is None or group.size() == 1:
+            gathered: Tensor = even_gather(input_, group, None, use_buffer)
+            return gathered
+        counts = [int(n) for n in sizes]
+        longest = max(1, *counts)
+        shares = even_gather(_pad_rows(input_, longest), group).split(longest)
+        return torch.cat([share[:n] for share, n in zip(shares, counts, strict=True)])
+
+    def reduce_scatter(
+        input_: Tensor, group: Any, sizes: Sequence[int] | None = None, use_buffer: bool = False
+    ) -> Tensor:
+        if sizes is None or group.size() == 1:
+            scattered: Tensor = even_reduce_scatter(input_, group, None, use_buffer)
+            return scattered
+        counts = [int(n) for n in sizes]
+        longest = max(1, *counts)
+        padded = torch.cat([_pad_rows(share, longest) for share in input_.split(counts)])
+        mine: Tensor = even_reduce_scatter(padded, group)[: counts[group.rank()]]
+        return mine
+
+    mappings._gather_along_first_dim = gather
+    mappings._reduce_scatter_along_first_dim = reduce_scatter
+
+
+def _pad_rows(rows: Tensor, count: int) -> Tensor:
+    """`rows` with zeros below, `count` in all."""
+    return torch.cat([rows, rows.new_zeros((count - len(rows), *rows.shape[1:]))])
 
 
 class AdamW(torch.optim.Optimizer):  # type: ignore[misc]

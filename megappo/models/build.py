@@ -2,17 +2,19 @@
 
 Megatron is imported inside the functions: `cpu_backend.install` must come first, and
 `check_layout` and `padded_vocab_size` serve `megappo check` and the planner, which do without it.
-Left out: mixture of experts, multi-latent attention, FP8.
+Experts are described in `moe`. Left out: multi-latent attention, FP8.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
 
 from megappo.errors import ModelError
+from megappo.models.moe import check_experts, moe_settings
 from megappo.models.name_map import Head
 from megappo.models.rope import inverse_frequencies
 from megappo.models.spec import ModelSpec
@@ -23,35 +25,94 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 Recompute = Literal["none", "selective", "full"]
+Fp8Format = Literal["none", "e4m3", "hybrid"]
 
 
-def check_layout(spec: ModelSpec, *, tp: int, pp: int, vp: int = 1) -> None:
-    """Checks that the model divides evenly over tensor and pipeline ranks.
+def check_layout(
+    spec: ModelSpec,
+    *,
+    tp: int,
+    pp: int,
+    vp: int = 1,
+    pipeline_layers: Sequence[int] = (),
+    ep: int = 1,
+    etp: int | None = None,
+    sequence_parallel: bool = False,
+) -> None:
+    """Checks that the model can be split over tensor, pipeline and expert ranks.
 
     Args:
         spec: The model.
         tp: Tensor-parallel ranks.
         pp: Pipeline-parallel ranks.
         vp: Model chunks on each pipeline rank.
+        pipeline_layers: As in `chunk_layers`.
+        ep: Expert-parallel ranks.
+        etp: Tensor-parallel ranks of one expert; None for `tp`.
+        sequence_parallel: Whether tokens are split over the TP ranks.
 
     Raises:
-        ModelError: with both numbers of the first division that has a remainder.
+        ModelError: with the numbers of the first split that is impossible.
     """
-    for what, count in (
-        ("query heads", spec.num_heads),
-        ("key-value heads", spec.num_kv_heads),
-        ("MLP columns (intermediate_size)", spec.ffn_hidden_size),
-    ):
+    check_experts(spec, tp=tp, ep=ep, etp=etp, sequence_parallel=sequence_parallel)
+    splits = [("query heads", spec.num_heads), ("key-value heads", spec.num_kv_heads)]
+    if not all(spec.has_experts(layer) for layer in range(spec.num_layers)):
+        splits.append(("MLP columns (intermediate_size)", spec.ffn_hidden_size))
+    for what, count in splits:
         if count % tp:
             raise ModelError(
                 f"{what} must divide over the tensor-parallel ranks: {count} over {tp}; "
                 f"choose a tensor_parallel_size that divides {count}"
             )
-    if spec.num_layers % (pp * vp):
+    chunk_layers(spec.num_layers, pp=pp, vp=vp, wanted=pipeline_layers)
+
+
+def chunk_layers(
+    num_layers: int, *, pp: int, vp: int = 1, wanted: Sequence[int] = ()
+) -> tuple[int, ...]:
+    """Layers of each pipeline chunk, in the order of the model.
+
+    Chunk i stands on pipeline rank i % `pp`. Without `wanted` the counts are as even as can be;
+    what is left over goes to the middle first, to the last chunk, which has the head's work, last.
+
+    Args:
+        num_layers: of the model.
+        pp: Pipeline-parallel ranks.
+        vp: Chunks on each of them.
+        wanted: Counts that were asked for; empty for even ones.
+
+    Raises:
+        ModelError: `wanted` has another length or sum, or a chunk would be empty.
+    """
+    num_chunks = pp * vp
+    if wanted:
+        if len(wanted) != num_chunks or sum(wanted) != num_layers or min(wanted) < 1:
+            raise ModelError(
+                f"parallel.pipeline_layers {list(wanted)} must be {num_chunks} counts over 0 "
+                f"({pp} stages x {vp} chunks) that add up to the model's {num_layers} layers"
+            )
+        return tuple(wanted)
+    if num_layers < num_chunks:
         raise ModelError(
-            f"layers must divide over the pipeline's chunks: {spec.num_layers} over {pp} ranks "
-            f"x {vp} chunks; choose sizes whose product divides {spec.num_layers}"
+            f"{num_layers} layers do not fill {num_chunks} pipeline chunks (parallel.pp {pp} x "
+            f"parallel.vpp {vp}): choose sizes whose product is at most {num_layers}"
         )
+    counts = [num_layers // num_chunks] * num_chunks
+    takers = [*range(1, num_chunks - 1), 0, num_chunks - 1]
+    for chunk in takers[: num_layers % num_chunks]:
+        counts[chunk] += 1
+    return tuple(counts)
+
+
+def _pipeline_layout(num_layers: int, pp: int, vp: int, wanted: Sequence[int]) -> Any:
+    """Megatron's form of an uneven split, None for an even one."""
+    counts = chunk_layers(num_layers, pp=pp, vp=vp, wanted=wanted)
+    if len(set(counts)) == 1:
+        return None
+    layout = [["decoder"] * count for count in counts]
+    layout[0].insert(0, "embedding")
+    layout[-1].append("loss")
+    return layout
 
 
 def padded_vocab_size(vocab_size: int, *, tp: int) -> int:
@@ -66,10 +127,15 @@ def transformer_config(
     pp: int,
     cp: int = 1,
     vp: int = 1,
+    pipeline_layers: Sequence[int] = (),
+    ep: int = 1,
+    etp: int | None = None,
     sequence_parallel: bool = False,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     recompute: Recompute = "none",
+    fp8: Fp8Format = "none",
+    fp8_recipe: str = "delayed",
     gradient_accumulation_fusion: bool = False,
 ) -> TransformerConfig:
     """Megatron's description of the model and its layout.
@@ -80,11 +146,16 @@ def transformer_config(
         pp: Pipeline-parallel ranks.
         cp: Context-parallel ranks.
         vp: Model chunks on each pipeline rank.
+        pipeline_layers: Layers of each chunk; empty for even ones (`chunk_layers`).
+        ep: Expert-parallel ranks.
+        etp: Tensor-parallel ranks of one expert; None for `tp`.
         sequence_parallel: Split norms and dropout over the TP ranks; without effect at `tp` 1.
         dtype: Of the parameters and activations.
         device: `cpu` takes Megatron's local layers, `cuda` those of Transformer Engine.
         recompute: Activations computed again in the backward pass: none, those of the core
             attention, or all within a layer.
+        fp8: Format of Transformer Engine's fp8 products; CUDA only.
+        fp8_recipe: How they are scaled.
         gradient_accumulation_fusion: Add weight gradients within the matrix product; needs
             Apex's kernel.
 
@@ -93,7 +164,16 @@ def transformer_config(
     """
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    check_layout(spec, tp=tp, pp=pp, vp=vp)
+    check_layout(
+        spec,
+        tp=tp,
+        pp=pp,
+        vp=vp,
+        pipeline_layers=pipeline_layers,
+        ep=ep,
+        etp=etp,
+        sequence_parallel=sequence_parallel,
+    )
     on_cuda = device == "cuda"
     full = {"recompute_method": "uniform", "recompute_num_layers": 1} if recompute == "full" else {}
     return TransformerConfig(
@@ -116,6 +196,7 @@ def transformer_config(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vp if vp > 1 else None,
+        pipeline_model_parallel_layout=_pipeline_layout(spec.num_layers, pp, vp, pipeline_layers),
         context_parallel_size=cp,
         sequence_parallel=sequence_parallel and tp > 1,
         # Packed rows differ in length, so stages announce shapes; Megatron then insists on the
@@ -128,6 +209,8 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
+        fp8=None if fp8 == "none" else fp8,
+        fp8_recipe=fp8_recipe,
         calculate_per_token_loss=True,
         # Every parameter is filled from the folder, so none is drawn first.
         perform_initialization=False,
@@ -142,6 +225,7 @@ def transformer_config(
         cuda_graph_scope=[],
         recompute_granularity=None if recompute == "none" else recompute,
         **full,
+        **moe_settings(spec, tp=tp, ep=ep, etp=etp, on_cuda=on_cuda),
     )
 
 
@@ -221,20 +305,19 @@ def _block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerB
     """The layers of this chunk: Transformer Engine's, or local ones with our attention."""
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
-    from megatron.core.transformer.transformer_block import (
-        TransformerBlockSubmodules,
-        get_num_layers_to_build,
-    )
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     from megappo.models.attention import PackedCausalAttention
+    from megappo.models.moe_layer import use_packed_moe
 
-    if config.transformer_impl == "transformer_engine":
-        return gpt_layer_specs.get_gpt_decoder_block_spec(
-            config, use_transformer_engine=True, vp_stage=vp_stage
-        )
-    layer = gpt_layer_specs.get_gpt_layer_local_spec(
-        qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    on_cuda = config.transformer_impl == "transformer_engine"
+    block = gpt_layer_specs.get_gpt_decoder_block_spec(
+        config, use_transformer_engine=on_cuda, normalization="RMSNorm", vp_stage=vp_stage
     )
-    layer.submodules.self_attention.submodules.core_attention = PackedCausalAttention
-    count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=WrappedTorchNorm)
+    for layer in block.layer_specs:
+        use_packed_moe(layer)
+        if not on_cuda:
+            layer.submodules.self_attention.submodules.core_attention = PackedCausalAttention
+    if on_cuda:
+        return block
+    return TransformerBlockSubmodules(layer_specs=block.layer_specs, layer_norm=WrappedTorchNorm)

@@ -1,19 +1,23 @@
 """Which Hugging Face tensors make up which Megatron parameter: the one table for both directions.
 
-It is keyed by the names of Megatron's Transformer Engine spec with layer numbers of the whole
-model; `canonical_name` folds the local spec's names, and numbers that count from a chunk's first
-layer, into these.
+It is keyed by the names of Megatron's Transformer Engine spec with layer and expert numbers of the
+whole model; `canonical_name` folds the local spec's names, and numbers that count from a chunk's
+first layer or a rank's first expert, into these. On the Hugging Face side every expert has tensors
+of its own, as released models and `save_pretrained` have them; the stacked form that transformers
+holds in memory is not read.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from megappo.models.spec import ModelSpec
 
 Kind = Literal["plain", "vocab", "qkv", "gate_up"]
+Parts = tuple[tuple[str, tuple[int, ...]], ...]
 Head = Literal["lm", "value"]
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -31,8 +35,10 @@ class Entry:
     gate rows above up rows, which TP splits separately."""
     tp_dim: int | None
     """Dim that is split over the TP ranks, None for a parameter that all of them hold."""
-    parts: tuple[tuple[str, tuple[int, ...]], ...]
+    parts: Parts
     """Name and full shape of each Hugging Face tensor."""
+    is_expert: bool = False
+    """Held by one EP rank alone, and split over the expert-TP ranks in place of the TP ranks."""
 
 
 def tensor_map(spec: ModelSpec, head: Head) -> dict[str, Entry]:
@@ -40,7 +46,8 @@ def tensor_map(spec: ModelSpec, head: Head) -> dict[str, Entry]:
     vocab = (spec.vocab_size, spec.hidden_size)
     table = {"embedding.word_embeddings.weight": Entry("vocab", 0, ((EMBEDDING, vocab),))}
     for layer in range(spec.num_layers):
-        table |= _attention(spec, layer) | _mlp(spec, layer)
+        table |= _attention(spec, layer)
+        table |= _experts(spec, layer) if spec.has_experts(layer) else _mlp(spec, layer)
     norm = ("model.norm.weight", (spec.hidden_size,))
     table["decoder.final_layernorm.weight"] = Entry("plain", None, (norm,))
     if head == "value":
@@ -80,23 +87,53 @@ def _attention(spec: ModelSpec, layer: int) -> dict[str, Entry]:
 
 def _mlp(spec: ModelSpec, layer: int) -> dict[str, Entry]:
     here, there = f"decoder.layers.{layer}.mlp.", f"model.layers.{layer}."
-    wide = (spec.ffn_hidden_size, spec.hidden_size)
-    gate_up = tuple((f"{there}mlp.{x}_proj.weight", wide) for x in ("gate", "up"))
+    gate_up, down = _swiglu(f"{there}mlp.", spec.hidden_size, spec.ffn_hidden_size)
     norm = (f"{there}post_attention_layernorm.weight", (spec.hidden_size,))
-    down = (f"{there}mlp.down_proj.weight", (spec.hidden_size, spec.ffn_hidden_size))
     return {
         f"{here}linear_fc1.layer_norm_weight": Entry("plain", None, (norm,)),
         f"{here}linear_fc1.weight": Entry("gate_up", 0, gate_up),
-        f"{here}linear_fc2.weight": Entry("plain", 1, (down,)),
+        f"{here}linear_fc2.weight": Entry("plain", 1, down),
     }
 
 
-def canonical_name(name: str, layer_offset: int) -> str:
+def _experts(spec: ModelSpec, layer: int) -> dict[str, Entry]:
+    here, there = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+    norm = (f"{there}post_attention_layernorm.weight", (spec.hidden_size,))
+    router = (f"{there}mlp.gate.weight", (spec.num_experts, spec.hidden_size))
+    table = {
+        f"{here}pre_mlp_layernorm.weight": Entry("plain", None, (norm,)),
+        f"{here}mlp.router.weight": Entry("plain", None, (router,)),
+    }
+    for expert in range(spec.num_experts):
+        prefix = f"{there}mlp.experts.{expert}."
+        gate_up, down = _swiglu(prefix, spec.hidden_size, spec.moe_ffn_hidden_size)
+        fc1, fc2 = (f"{here}mlp.experts.linear_{x}.weight{expert}" for x in ("fc1", "fc2"))
+        table[fc1] = Entry("gate_up", 0, gate_up, is_expert=True)
+        table[fc2] = Entry("plain", 1, down, is_expert=True)
+    return table
+
+
+def _swiglu(prefix: str, hidden: int, wide: int) -> tuple[Parts, Parts]:
+    """Tensors of the two matrices of one MLP: gate and up, and down."""
+    gate_up = tuple((f"{prefix}{x}_proj.weight", (wide, hidden)) for x in ("gate", "up"))
+    return gate_up, ((f"{prefix}down_proj.weight", (hidden, wide)),)
+
+
+_LOCAL_EXPERT = re.compile(r"\.local_experts\.(\d+)\.linear_(fc[12])\.weight$")
+_EXPERT = re.compile(r"(\.mlp\.experts\.linear_fc[12]\.weight)(\d+)$")
+
+
+def canonical_name(
+    name: str, layer_offset: int, *, expert_offset: int = 0, moe_layers: Sequence[bool] = ()
+) -> str:
     """Name in `tensor_map` of a chunk's parameter.
 
     Args:
         name: As `named_parameters` of the chunk gives it, for either layer spec.
         layer_offset: Layers of the model before the chunk's first one.
+        expert_offset: Experts of a layer on the EP ranks before this one.
+        moe_layers: Of each layer of the model whether it has experts; its second norm then stands
+            alone in both specs. Empty for a dense model.
     """
     name = re.sub(
         r"^decoder\.layers\.(\d+)\.",
@@ -104,6 +141,10 @@ def canonical_name(name: str, layer_offset: int) -> str:
         name,
     )
     name = name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
+    layer = re.match(r"decoder\.layers\.(\d+)\.", name)
+    if moe_layers and layer and moe_layers[int(layer[1])]:
+        name = _LOCAL_EXPERT.sub(r".linear_\2.weight\1", name)
+        return _EXPERT.sub(lambda m: f"{m[1]}{int(m[2]) + expert_offset}", name)
     return name.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
 
 

@@ -78,12 +78,13 @@ _HARMLESS = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """The architecture of a decoder with RMSNorm, SwiGLU and RoPE."""
+    """The architecture of a decoder with RMSNorm, SwiGLU and RoPE, dense or with experts."""
 
     model_type: str
     num_layers: int
     hidden_size: int
     ffn_hidden_size: int
+    """Of the MLP in layers without experts."""
     num_heads: int
     """Query heads."""
     num_kv_heads: int
@@ -99,6 +100,19 @@ class ModelSpec:
     rope: Rope
     dtype: str
     """Of the weights in the folder: `float32`, `bfloat16` or `float16`."""
+    num_experts: int = 0
+    """Experts of each layer that has them; 0 for a dense model, as are the next three fields."""
+    experts_per_token: int = 0
+    moe_ffn_hidden_size: int = 0
+    """Of one expert's MLP."""
+    moe_layers: tuple[bool, ...] = ()
+    """[num_layers] True where experts stand in place of the MLP."""
+    norm_topk_prob: bool = False
+    """The weights of a token's experts are divided by their sum."""
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether experts stand in place of the MLP of a layer, counted from 0."""
+        return self.num_experts > 0 and self.moe_layers[layer]
 
 
 def load_spec(folder: str | Path, *, trust_remote_code: bool = False) -> ModelSpec:
@@ -156,7 +170,29 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
         qk_norm=family.qk_norm,
         rope=read_rope(config),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+        **(_experts(config) if family.moe else {}),
     )
+
+
+def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The expert fields of a `ModelSpec`, with the defaults of transformers."""
+    dense = set(config.get("mlp_only_layers") or ())
+    step = config.get("decoder_sparse_step", 1)
+    layers = range(config["num_hidden_layers"])
+    moe_layers = tuple(i not in dense and (i + 1) % step == 0 for i in layers)
+    if not any(moe_layers):
+        raise ModelError(
+            f"mlp_only_layers={sorted(dense)} and decoder_sparse_step={step} leave none of the "
+            f"{len(layers)} layers with experts; use the dense family's model_type"
+        )
+    return {
+        # transformers 5 writes the second name.
+        "num_experts": int(config.get("num_experts") or config["num_local_experts"]),
+        "experts_per_token": int(config["num_experts_per_tok"]),
+        "moe_ffn_hidden_size": int(config["moe_intermediate_size"]),
+        "moe_layers": moe_layers,
+        "norm_topk_prob": bool(config.get("norm_topk_prob", False)),
+    }
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -44,6 +44,28 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": {"model_type": "mistral", "sliding_window": None, "rope_parameters": LINEAR_ROPE},
 }
 
+MOE_MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+    },
+    "qwen3_moe_raw_weights": {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": False,
+        "tie_word_embeddings": True,
+    },
+}
+"""Apart, because experts under TP need sequence parallelism."""
+
 
 def save_tiny_model(folder: Path, settings: dict[str, Any], *, seed: int = 0) -> None:
     """Writes config, weights, a word-level tokenizer and the side files that a release has."""

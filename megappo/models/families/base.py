@@ -31,6 +31,8 @@ class Family:
     """Raises `ModelError` for a setting that is not supported."""
     kv_heads_default_to_heads: bool = False
     """An absent `num_key_value_heads` means as many as `num_attention_heads`."""
+    moe: bool = False
+    """Layers have experts in place of the MLP; the config's keys for them are those of Qwen."""
 
 
 FAMILIES: Registry[Family] = Registry("model_type")

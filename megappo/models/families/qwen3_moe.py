@@ -1,0 +1,86 @@
+"""Qwen3 with a mixture of experts: Qwen3's attention, and experts in place of most MLPs.
+
+Left out: shared experts, which no model of this family has, and Qwen2-MoE, which has them.
+"""
+
+from megappo.errors import ModelError
+from megappo.models.families.base import (
+    FAMILIES,
+    ConfigJson,
+    Family,
+    refuse,
+    refuse_sliding_window,
+)
+
+_NEEDED = ("num_experts_per_tok", "moe_intermediate_size")
+
+
+def _check(config: ConfigJson) -> None:
+    refuse(config, "attention_bias", "Qwen3's flag gives the output projection a bias too")
+    kinds = set(config.get("layer_types") or ()) - {"full_attention"}
+    if kinds:
+        raise ModelError(
+            f"layer_types has {', '.join(sorted(kinds))}; only full_attention is supported: "
+            "use a model without sliding windows"
+        )
+    # Unlike the dense Qwen3's, this window covers every layer: max_window_layers is not read.
+    if config.get("use_sliding_window"):
+        refuse_sliding_window(config, config.get("sliding_window", 4096))
+    _check_experts(config)
+
+
+def _check_experts(config: ConfigJson) -> None:
+    counts = {config[key] for key in ("num_experts", "num_local_experts") if config.get(key)}
+    missing = [key for key in _NEEDED if not config.get(key)]
+    if not counts:
+        missing.append("num_experts")
+    if missing:
+        raise ModelError(f"config.json lacks {', '.join(missing)}")
+    if len(counts) > 1:
+        raise ModelError(
+            "config.json gives the number of experts twice and differently: num_experts="
+            f"{config['num_experts']}, num_local_experts={config['num_local_experts']}; keep one"
+        )
+    num_experts, chosen = counts.pop(), config["num_experts_per_tok"]
+    if not 1 <= chosen <= num_experts:
+        raise ModelError(
+            f"num_experts_per_tok must be between 1 and the number of experts: {chosen} of "
+            f"{num_experts}"
+        )
+    if chosen == 1 and config.get("norm_topk_prob"):
+        raise ModelError(
+            "num_experts_per_tok=1 with norm_topk_prob=true gives every expert the weight 1, so "
+            "the router has no gradient; this is not supported: use norm_topk_prob=false"
+        )
+    step = config.get("decoder_sparse_step", 1)
+    if step < 1:
+        raise ModelError(f"decoder_sparse_step must be at least 1, not {step}")
+
+
+# The last two steer transformers' own training loss; the trainer has a coefficient of its own.
+FAMILIES.register("qwen3_moe")(
+    Family(
+        qkv_bias=False,
+        qk_norm=True,
+        moe=True,
+        keys=frozenset(
+            {
+                "attention_bias",
+                "use_sliding_window",
+                "sliding_window",
+                "max_window_layers",
+                "layer_types",
+                "num_experts",
+                "num_local_experts",
+                "num_experts_per_tok",
+                "moe_intermediate_size",
+                "norm_topk_prob",
+                "decoder_sparse_step",
+                "mlp_only_layers",
+                "router_aux_loss_coef",
+                "output_router_logits",
+            }
+        ),
+        check=_check,
+    )
+)
