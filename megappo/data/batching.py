@@ -10,6 +10,7 @@ Left out: an exact packing of many samples. It is NP-hard, and the greedy plans 
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections.abc import Callable, Sequence
 
@@ -74,7 +75,9 @@ def balance(
 
     Balanced largest differencing (Karmarkar and Karp 1982; Michiels et al. 2003 for equal counts):
     samples are cut, longest first, into groups of one sample a part; the two groups whose parts
-    differ most are merged, heaviest part onto lightest, until one is left.
+    differ most are merged, heaviest part onto lightest, until one is left. With few samples a part
+    that leaves the heaviest some percent above the mean, so pairs of samples are then swapped
+    between it and a light part while that helps.
 
     Args:
         lengths: tokens of each sample.
@@ -101,13 +104,19 @@ def balance(
     ]
     if not groups:
         return [[] for _ in range(num_parts)]
-    return sorted(sorted(indices) for _, indices in _merge_groups(groups, num_parts))
+    parts = [indices for _, indices in _merge_groups(groups, num_parts)]
+    _swap(parts, costs)
+    return sorted(sorted(part) for part in parts)
 
 
 SEARCH_SAMPLES = 24
 """Up to so many samples a tight packing is searched for where the greedy ones find none."""
 SEARCH_STATES = 20_000
 """Dead ends after which that search gives up."""
+LEVEL_ENOUGH = 1.001
+"""Largest over mean cost at which parts are left alone: a thousandth of the time is noise."""
+SWAPS_A_PART = 8
+"""Bounds the time of planning; fewer are needed as a rule."""
 
 _Part = tuple[float, list[int]]
 """Summed cost and indices."""
@@ -142,6 +151,47 @@ def _merge(a: list[_Part], b: list[_Part], num_parts: int) -> list[_Part]:
     ]
     merged = a[:num_alone_a] + joined + b[:num_alone_b]
     return sorted(merged, key=lambda part: (-part[0], part[1]))
+
+
+def _swap(parts: list[list[int]], costs: Sequence[float]) -> None:
+    """Levels parts in place: pairs are swapped between the heaviest and the lightest that can."""
+    loads = [sum(costs[i] for i in part) for part in parts]
+    enough = LEVEL_ENOUGH * sum(loads) / len(loads)
+    for _ in range(SWAPS_A_PART * len(parts)):
+        heavy = max(range(len(parts)), key=lambda p: loads[p])
+        if loads[heavy] <= enough:
+            return
+        for light in sorted(range(len(parts)), key=lambda p: loads[p]):
+            pair = _best_pair(parts[heavy], parts[light], costs, loads[heavy] - loads[light])
+            if pair is not None:
+                break
+        else:
+            return
+        h, k = pair
+        parts[heavy][h], parts[light][k] = parts[light][k], parts[heavy][h]
+        for p in (heavy, light):
+            loads[p] = sum(costs[i] for i in parts[p])
+
+
+def _best_pair(
+    heavy: Sequence[int], light: Sequence[int], costs: Sequence[float], gap: float
+) -> tuple[int, int] | None:
+    """Places in the two parts whose swap levels them best; None if none lowers the heavier.
+
+    A swap moves the difference d of two costs; both parts end between the old ones if 0 < d < gap.
+    """
+    ascending = sorted(range(len(light)), key=lambda k: costs[light[k]])
+    values = [costs[light[k]] for k in ascending]
+    best: tuple[float, int, int] | None = None
+    for h, i in enumerate(heavy):
+        wanted = costs[i] - gap / 2
+        right = bisect.bisect_left(values, wanted)
+        for place in range(max(0, right - 1), min(len(values), right + 1)):
+            difference = costs[i] - values[place]
+            found = (abs(difference - gap / 2), h, ascending[place])
+            if 0 < difference < gap and (best is None or found < best):
+                best = found
+    return None if best is None else best[1:]
 
 
 def _fewest(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
