@@ -21,6 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+CHUNK_ELEMENTS = 2**23
+"""Elements of a float32 temporary, 32 MiB: enough to fill a device, little beside the logits."""
+
 # Stands for minus infinity where it would be multiplied by a probability of 0, which gives NaN.
 _LOWEST = -1e30
 
@@ -32,7 +35,7 @@ def log_probs_and_entropy(
     tp_group: dist.ProcessGroup | None,
     vocab_size: int,
     temperature: float = 1.0,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int | None = None,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each target and, if wanted, entropy of each distribution; differentiable.
@@ -47,7 +50,8 @@ def log_probs_and_entropy(
         tp_group: The ranks that share the vocabulary, in the order of their columns; None for one.
         vocab_size: V without padding.
         temperature: Logits are divided by it; positive.
-        chunk_tokens: Tokens that are in float32 at a time.
+        chunk_tokens: Tokens that are in float32 at a time; None for as many as make each of the
+            float32 temporaries, of which there are up to three, `CHUNK_ELEMENTS` large.
         with_entropy: Compute the entropy too, which costs a product more for each logit.
 
     Returns:
@@ -56,6 +60,8 @@ def log_probs_and_entropy(
     assert temperature > 0, f"temperature must be positive, not {temperature}"
     assert logits.shape[:-1] == targets.shape, (logits.shape, targets.shape)
     flat = logits.flatten(0, -2)
+    if chunk_tokens is None:
+        chunk_tokens = max(1, CHUNK_ELEMENTS // flat.shape[-1])
     owner = logits if logits._base is None else logits._base
     shard = _Shard(flat.shape[-1], vocab_size, tp_group)
     log_probs, entropy = _VocabParallel.apply(
