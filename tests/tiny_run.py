@@ -50,10 +50,20 @@ def write_digits_only(model: Any, tokenizer: Any) -> None:
     model.lm_head.weight[tokenizer.eos_token_id, 0] = 2.8
 
 
-def make_model(folder: Path, *, seed: int = 0, **settings: Any) -> None:
-    """A random Qwen2 of 4 layers with a byte-level tokenizer, as a Hugging Face folder."""
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "head_dim": 16,
+    "tie_word_embeddings": False,
+}
+
+
+def make_model(folder: Path, *, family: str = "qwen2", seed: int = 0, **settings: Any) -> None:
+    """A random model of 4 layers with a byte-level tokenizer, as a Hugging Face folder."""
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     tokenizer = make_tokenizer()
     torch.manual_seed(seed)
@@ -70,7 +80,10 @@ def make_model(folder: Path, *, seed: int = 0, **settings: Any) -> None:
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    model = Qwen2ForCausalLM(Qwen2Config(**values | settings)).float()
+    if family == "qwen3_moe":
+        values |= EXPERTS
+    config = AutoConfig.for_model(family, **values | settings)
+    model = AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             centre = 1.0 if "norm" in name else 0.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megappo.config.learning import ActorSection, CriticSection
 from megappo.config.sections import Config
 
 KNOWN_LOGGERS = ("console", "jsonl", "tensorboard")
@@ -21,7 +22,10 @@ class BatchPlan:
     world_size: int
     tp: int
     pp: int
+    vp: int
     cp: int
+    ep: int
+    etp: int
     dp: int
     prompts_per_step: int
     samples_per_step: int
@@ -29,21 +33,23 @@ class BatchPlan:
     samples_per_dp_rank: int
     optimizer_steps_per_step: int
     samples_per_mini_batch_and_dp_rank: int
-    actor_micro_batches: int
-    critic_micro_batches: int
+    actor_micro_batches: str
+    """how a mini-batch is cut, in words"""
+    critic_micro_batches: str
 
     def lines(self) -> list[str]:
         """What is printed at the start of a run."""
+        chunks = f" ({self.vp} chunks a stage)" if self.vp > 1 else ""
+        experts = f"; experts EP {self.ep} x ETP {self.etp}" if self.ep * self.etp > 1 else ""
         return [
-            f"parallel   {self.world_size} ranks = TP {self.tp} x PP {self.pp} x CP {self.cp} "
-            f"x DP {self.dp}",
+            f"parallel   {self.world_size} ranks = TP {self.tp} x PP {self.pp}{chunks} x CP "
+            f"{self.cp} x DP {self.dp}{experts}",
             f"batch      {self.prompts_per_step} prompts x n {_ratio(self)} = "
             f"{self.samples_per_step} samples a step; {self.prompts_per_dp_rank} prompts, "
             f"{self.samples_per_dp_rank} samples a DP rank",
             f"updates    {self.optimizer_steps_per_step} optimizer steps a step; a mini-batch is "
-            f"{self.samples_per_mini_batch_and_dp_rank} samples a DP rank in "
-            f"{self.actor_micro_batches} (actor) and {self.critic_micro_batches} (critic) "
-            "micro-batches",
+            f"{self.samples_per_mini_batch_and_dp_rank} samples a DP rank; "
+            f"micro-batches: actor {self.actor_micro_batches}, critic {self.critic_micro_batches}",
         ]
 
 
@@ -72,6 +78,8 @@ def check_sections(config: Config) -> list[str]:
             "data.val_files is []: name a file, or set trainer.test_freq=0 and "
             "trainer.val_before_train=false"
         )
+    for name, role in (("actor", config.actor), ("critic", config.critic)):
+        problems += _check_budget(config, name, role)
     algorithm, samples = config.algorithm, data.train_batch_size * rollout.n
     if algorithm.kl_ctrl == "adaptive":
         if not algorithm.kl_coef:
@@ -91,6 +99,50 @@ def check_sections(config: Config) -> list[str]:
     return problems
 
 
+def _check_budget(config: Config, name: str, role: ActorSection | CriticSection) -> list[str]:
+    """A token budget must hold the longest sample that the data and the rollouts can bring."""
+    if not role.use_dynamic_bsz:
+        return []
+    if not config.parallel.packed:
+        return [
+            f"{name}.use_dynamic_bsz is True: a token budget is for packed sequences; set "
+            "parallel.packed=true"
+        ]
+    longest = config.data.max_prompt_length + config.rollout.max_response_length
+    budget = role.max_token_len_per_gpu * config.parallel.cp
+    if longest <= budget:
+        return []
+    return [
+        f"{name}.max_token_len_per_gpu is {role.max_token_len_per_gpu}: a sample of "
+        f"data.max_prompt_length {config.data.max_prompt_length} + rollout.max_response_length "
+        f"{config.rollout.max_response_length} = {longest} tokens must fit in one forward pass "
+        f"(x CP {config.parallel.cp} = {budget}); raise it, or lower one of them"
+    ]
+
+
+def check_device_features(config: Config, device: str) -> list[str]:
+    """Switches that a device does not have.
+
+    Args:
+        config: of the run.
+        device: `cpu` or `cuda`.
+    """
+    if device == "cuda":
+        return []
+    problems = []
+    if config.model.fp8 != "none":
+        problems.append(
+            f"model.fp8 is {config.model.fp8!r}: fp8 products are Transformer Engine's, which "
+            "needs CUDA; on a CPU set model.fp8=none"
+        )
+    if config.parallel.fsdp:
+        problems.append(
+            "parallel.fsdp is True: Megatron's fully sharded data parallel needs CUDA; on a CPU "
+            "set parallel.fsdp=false (optimizer state is sharded over DP without it too)"
+        )
+    return problems
+
+
 def plan_batches(config: Config, world_size: int) -> tuple[BatchPlan | None, list[str]]:
     """The batch arithmetic of a world size, or the rules that it breaks, with the numbers."""
     layout = config.parallel
@@ -104,6 +156,13 @@ def plan_batches(config: Config, world_size: int) -> tuple[BatchPlan | None, lis
             f"multiple of it (TP x PP x CP x DP); start {model_ranks} or a multiple, "
             "or change parallel.*"
         ]
+    expert_ranks = layout.expert_tp * layout.ep * layout.pp
+    if world_size % expert_ranks:
+        return None, [
+            f"parallel: {world_size} ranks cannot be split by ETP {layout.expert_tp} x EP "
+            f"{layout.ep} x PP {layout.pp} = {expert_ranks}, as the experts need it; start a "
+            "multiple of it, or change parallel.ep or parallel.etp"
+        ]
     dp = world_size // model_ranks
     problems = _check_batch(config, dp, model_ranks)
     if problems:
@@ -115,7 +174,10 @@ def plan_batches(config: Config, world_size: int) -> tuple[BatchPlan | None, lis
         world_size=world_size,
         tp=layout.tp,
         pp=layout.pp,
+        vp=layout.vpp,
         cp=layout.cp,
+        ep=layout.ep,
+        etp=layout.expert_tp,
         dp=dp,
         prompts_per_step=prompts,
         samples_per_step=prompts * n,
@@ -123,10 +185,16 @@ def plan_batches(config: Config, world_size: int) -> tuple[BatchPlan | None, lis
         samples_per_dp_rank=prompts * n // dp,
         optimizer_steps_per_step=prompts // config.actor.mini_batch_size * config.actor.ppo_epochs,
         samples_per_mini_batch_and_dp_rank=mini,
-        actor_micro_batches=mini // config.actor.micro_batch_size,
-        critic_micro_batches=mini // config.critic.micro_batch_size,
+        actor_micro_batches=_cut_in_words(config.actor, mini),
+        critic_micro_batches=_cut_in_words(config.critic, mini),
     )
     return plan, []
+
+
+def _cut_in_words(role: ActorSection | CriticSection, samples: int) -> str:
+    if role.use_dynamic_bsz:
+        return f"up to {role.max_token_len_per_gpu} tokens a rank"
+    return f"{samples // role.micro_batch_size} of {role.micro_batch_size} samples"
 
 
 def _check_batch(config: Config, dp: int, model_ranks: int) -> list[str]:
@@ -139,14 +207,22 @@ def _check_batch(config: Config, dp: int, model_ranks: int) -> list[str]:
             f"a multiple of {dp}"
         ]
     per_rank = mini * n // dp
-    for name, micro in (
-        ("actor.micro_batch_size", config.actor.micro_batch_size),
-        ("critic.micro_batch_size", config.critic.micro_batch_size),
-    ):
+    layout = config.parallel
+    for name, role in (("actor", config.actor), ("critic", config.critic)):
+        micro = role.micro_batch_size
+        if role.use_dynamic_bsz:
+            continue
         if per_rank % micro:
             problems.append(
-                f"{name} is {micro}: it must divide the {per_rank} samples that a mini-batch has "
-                f"on one DP rank (actor.mini_batch_size {mini} x rollout.n {n} / DP {dp})"
+                f"{name}.micro_batch_size is {micro}: it must divide the {per_rank} samples that a "
+                f"mini-batch has on one DP rank (actor.mini_batch_size {mini} x rollout.n {n} / DP "
+                f"{dp})"
+            )
+        elif layout.vpp > 1 and per_rank // micro % layout.pp:
+            problems.append(
+                f"{name}.micro_batch_size is {micro}: the {per_rank // micro} micro-batches of a "
+                f"mini-batch must be a multiple of parallel.pp ({layout.pp}) with parallel.vpp "
+                f"{layout.vpp}; choose another micro_batch_size, or {name}.use_dynamic_bsz=true"
             )
     samples = config.data.train_batch_size * n // dp
     if samples < model_ranks:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megappo.config.fields import Problems, opt, section
+from megappo.config.layout import MemorySection
 
 A = "actor_rollout_ref.actor."
 
@@ -127,6 +128,19 @@ class ActorSection:
     micro_batch_size: int = opt(
         8, "samples a forward pass on one DP rank", verl=A + "ppo_micro_batch_size_per_gpu"
     )
+    use_dynamic_bsz: bool = opt(
+        False, "fill forward passes up to a number of tokens instead of samples",
+        verl=A + "use_dynamic_bsz",
+    )  # fmt: skip
+    max_token_len_per_gpu: int = opt(
+        16384, "with use_dynamic_bsz: most tokens of a forward pass on one rank",
+        verl=A + "ppo_max_token_len_per_gpu",
+    )  # fmt: skip
+    moe_aux_loss_coeff: float = opt(
+        0.0, "weight of the experts' load-balancing loss, a mean over sequences; 0: none",
+        verl=A + "megatron.override_transformer_config.moe_aux_loss_coeff",
+    )  # fmt: skip
+    memory: MemorySection = section(MemorySection, "device memory", verl=A + "megatron.")
 
     @property
     def clip_low(self) -> float:
@@ -149,7 +163,9 @@ class ActorSection:
             ppo_epochs=self.ppo_epochs,
             mini_batch_size=self.mini_batch_size,
             micro_batch_size=self.micro_batch_size,
+            max_token_len_per_gpu=self.max_token_len_per_gpu,
         )
+        p.not_negative(moe_aux_loss_coeff=self.moe_aux_loss_coeff)
         p.done()
 
 
@@ -169,11 +185,28 @@ class CriticSection:
     micro_batch_size: int = opt(
         8, "samples a forward pass on one DP rank", verl="critic.ppo_micro_batch_size_per_gpu"
     )
+    use_dynamic_bsz: bool = opt(
+        False, "fill forward passes up to a number of tokens instead of samples",
+        verl="critic.use_dynamic_bsz",
+    )  # fmt: skip
+    max_token_len_per_gpu: int = opt(
+        16384, "with use_dynamic_bsz: most tokens of a forward pass on one rank",
+        verl="critic.ppo_max_token_len_per_gpu",
+    )  # fmt: skip
+    moe_aux_loss_coeff: float = opt(
+        0.0, "weight of the experts' load-balancing loss, a mean over sequences; 0: none"
+    )
+    memory: MemorySection = section(MemorySection, "device memory", verl="critic.megatron.")
 
     def __post_init__(self) -> None:
         p = Problems()
-        p.not_negative(cliprange_value=self.cliprange_value)
-        p.positive(micro_batch_size=self.micro_batch_size)
+        p.not_negative(
+            cliprange_value=self.cliprange_value, moe_aux_loss_coeff=self.moe_aux_loss_coeff
+        )
+        p.positive(
+            micro_batch_size=self.micro_batch_size,
+            max_token_len_per_gpu=self.max_token_len_per_gpu,
+        )
         p.done()
 
 
@@ -182,3 +215,7 @@ class ReferenceSection:
     """The frozen policy that KL is measured against; built only where a KL term is used."""
 
     path: str = opt("", "Hugging Face folder; the actor's if empty")
+    param_offload: bool = opt(
+        False, "weights stay in host memory while the model is not in use",
+        verl="actor_rollout_ref.ref.megatron.param_offload",
+    )  # fmt: skip

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megappo.config.fields import Problems, opt, section
+from megappo.config.layout import ParallelSection
 from megappo.config.learning import (
     ActorSection,
     AlgorithmSection,
@@ -29,10 +30,26 @@ class ModelSection:
     dtype: Literal["float32", "bfloat16"] = opt(
         "bfloat16", "type of weights and activations, trainer and engine alike"
     )
+    fp8: Literal["none", "e4m3", "hybrid"] = opt(
+        "none", "format of the trainer's matrix products, by Transformer Engine; CUDA only",
+        verl=A + "megatron.override_transformer_config.fp8",
+    )  # fmt: skip
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = opt(
+        "blockwise", "how fp8 products are scaled; mxfp8 needs Blackwell",
+        verl=A + "megatron.override_transformer_config.fp8_recipe",
+    )  # fmt: skip
     trust_remote_code: bool = opt(
         False, "run Python code that lies in model folders",
         verl="actor_rollout_ref.model.trust_remote_code",
     )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        p = Problems()
+        p.require(
+            self.fp8 == "none" or self.dtype == "bfloat16",
+            "fp8", self.fp8, "fp8 products need dtype bfloat16",
+        )  # fmt: skip
+        p.done()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,31 +157,6 @@ class RewardSection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelSection:
-    """Ranks = TP x PP x CP x DP; DP is what is left."""
-
-    tp: int = opt(1, "tensor parallel size", verl=A + "megatron.tensor_model_parallel_size")
-    pp: int = opt(1, "pipeline stages", verl=A + "megatron.pipeline_model_parallel_size")
-    cp: int = opt(1, "context parallel size", verl=A + "megatron.context_parallel_size")
-    ep: int = opt(1, "expert parallel size", verl=A + "megatron.expert_model_parallel_size")
-    sequence_parallel: bool = opt(
-        False, "split activations over TP outside the matrix products",
-        verl=A + "megatron.sequence_parallel",
-    )  # fmt: skip
-
-    def __post_init__(self) -> None:
-        p = Problems()
-        p.positive(tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep)
-        p.require(self.cp == 1, "cp", self.cp, "context parallel is not in this version; use 1")
-        p.require(self.ep == 1, "ep", self.ep, "expert parallel is not in this version; use 1")
-        p.require(
-            not self.sequence_parallel or self.tp > 1,
-            "sequence_parallel", self.sequence_parallel, "it needs parallel.tp over 1",
-        )  # fmt: skip
-        p.done()
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainerSection:
     """How long, how often, where to."""
 
@@ -185,6 +177,10 @@ class TrainerSection:
         "checkpoint every so many steps; 0: only at the end and on a signal",
         verl="trainer.save_freq",
     )
+    balance_batch: bool = opt(
+        True, "deal samples out to DP ranks so that each has the same work",
+        verl="trainer.balance_batch",
+    )  # fmt: skip
     critic_warmup: int = opt(
         0, "steps in which the critic alone is trained", verl="trainer.critic_warmup"
     )

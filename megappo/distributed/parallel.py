@@ -1,8 +1,9 @@
-"""Ranks, degrees and groups of one run: TP x PP x CP x DP, tensor parallel innermost.
+"""Ranks, degrees and groups of one run: TP x CP x DP x PP, tensor parallel innermost.
 
-Megatron owns the groups that carry tensors of the model. Ours carry Python objects and statistics
-over gloo, on CPU, so that they never queue behind device work and have a time limit of their own.
-Left out: expert and virtual-pipeline degrees, which this version does not offer.
+Experts of a mixture have a split of their own over the same ranks: ETP x EP x (expert DP) x PP, so
+EP cuts across TP, CP and DP. Megatron owns the groups that carry tensors of the model. Ours carry
+Python objects and statistics over gloo, on CPU, so that they never queue behind device work and
+have a time limit of their own.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megappo.config.layout import ParallelSection
 from megappo.distributed import cpu_backend
 from megappo.errors import UserError
 
@@ -120,6 +122,36 @@ def check_device(device: str, launch: LaunchEnvironment) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Degrees:
+    """How many ranks split what; data parallelism is what is left."""
+
+    tp: int = 1
+    """matrices"""
+    pp: int = 1
+    """layers, in stages"""
+    vp: int = 1
+    """chunks of layers on each stage: virtual pipeline"""
+    cp: int = 1
+    """sequences"""
+    ep: int = 1
+    """experts"""
+    etp: int = 1
+    """matrices of one expert"""
+
+    @classmethod
+    def of(cls, layout: ParallelSection) -> Degrees:
+        """The degrees of a config."""
+        return cls(
+            tp=layout.tp,
+            pp=layout.pp,
+            vp=layout.vpp,
+            cp=layout.cp,
+            ep=layout.ep,
+            etp=layout.expert_tp,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParallelContext:
     """This rank's place in the layout. Built by `start`; passed as an argument, never global."""
 
@@ -129,7 +161,10 @@ class ParallelContext:
     device: torch.device
     tp: int
     pp: int
+    vp: int
     cp: int
+    ep: int
+    etp: int
     dp: int
     tp_rank: int
     pp_rank: int
@@ -164,17 +199,20 @@ class ParallelContext:
 
     @property
     def reports_losses(self) -> bool:
+        """True on the ranks whose losses, summed, count every token of a replica once."""
+        return self.is_last_stage and self.tp_rank == 0
+
+    @property
+    def reports_samples(self) -> bool:
         """True on exactly one rank of each replica, one that has the losses."""
-        return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
+        return self.reports_losses and self.cp_rank == 0
 
 
 def start(
     launch: LaunchEnvironment,
+    degrees: Degrees,
     *,
     device: str,
-    tp: int,
-    pp: int,
-    cp: int,
     seed: int,
     timeout_s: float,
 ) -> ParallelContext:
@@ -182,10 +220,8 @@ def start(
 
     Args:
         launch: from torchrun.
+        degrees: of the layout.
         device: `cpu` (gloo) or `cuda` (NCCL; the device of this local rank).
-        tp: tensor-parallel ranks.
-        pp: pipeline stages.
-        cp: context-parallel ranks.
         seed: of Megatron's random streams.
         timeout_s: limit of one collective, seconds.
     """
@@ -196,10 +232,14 @@ def start(
 
     from megatron.core import parallel_state, tensor_parallel
 
+    tp, pp, cp = degrees.tp, degrees.pp, degrees.cp
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=degrees.vp if degrees.vp > 1 else None,
         context_parallel_size=cp,
+        expert_model_parallel_size=degrees.ep,
+        expert_tensor_parallel_size=degrees.etp,
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -212,7 +252,10 @@ def start(
         device=place,
         tp=tp,
         pp=pp,
+        vp=degrees.vp,
         cp=cp,
+        ep=degrees.ep,
+        etp=degrees.etp,
         dp=dp,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
@@ -279,6 +322,13 @@ def any_rank(flag: bool, context: ParallelContext) -> bool:
     box = torch.tensor(int(flag))
     dist.all_reduce(box, op=dist.ReduceOp.MAX, group=context.world_group)
     return bool(box.item())
+
+
+def max_over_data(value: int, context: ParallelContext) -> int:
+    """Largest of a number over DP. Collective over DP."""
+    box = torch.tensor(value)
+    dist.all_reduce(box, op=dist.ReduceOp.MAX, group=context.data_group)
+    return int(box.item())
 
 
 def sum_over_data(values: Tensor, context: ParallelContext) -> Tensor:

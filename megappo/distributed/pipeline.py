@@ -1,14 +1,17 @@
 """Megatron's forward-backward schedules behind two calls: forward only, and forward with backward.
 
-The schedule (none, 1F1B) is chosen by the pipeline size alone. Losses go in as masked SUMS with
-their counts: Megatron's three-value form, in which gradients are divided once, by the count over
-all micro-batches and all DP and CP ranks. Its two-value form averages means of micro-batches, which
-depends on how a mini-batch is split, and is never used.
+The schedule (none, 1F1B, interleaved 1F1B) is chosen by the pipeline size and the number of chunks
+on a rank. Losses go in as masked SUMS with their counts: Megatron's three-value form, in which
+gradients are divided once, by the count over all micro-batches and all DP and CP ranks. Its
+two-value form averages means of micro-batches, which depends on how a mini-batch is split, and is
+never used. Megatron divides losses in place, so what is logged is taken
+out before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -33,6 +36,34 @@ class LossSum:
     denominator: Tensor
     """0-dim int: this micro-batch's part of what the sum over all of them is divided by."""
     tally: Tally
+
+
+class SavedBytes:
+    """Counts what autograd keeps of a forward pass for the backward pass: the activations.
+
+    Parameters are not counted, and a storage that several tensors share counts once. What is
+    recomputed is not kept, so recomputation shows here.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._seen: set[int] = set()
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Counts what is saved inside the block; values are not changed."""
+        with torch.autograd.graph.saved_tensors_hooks(self._note, lambda saved: saved):
+            yield
+
+    def _note(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        is_parameter = isinstance(tensor, torch.nn.Parameter) or isinstance(
+            tensor._base, torch.nn.Parameter
+        )
+        if not is_parameter and storage.data_ptr() not in self._seen:
+            self._seen.add(storage.data_ptr())
+            self.total += storage.nbytes()
+        return tensor
 
 
 def run_forward(
@@ -67,18 +98,21 @@ def run_forward_backward(
     call: ModelCall[Input],
     loss: Callable[[Tensor, Input], LossSum],
     max_tokens: int,
-) -> Tally:
+) -> tuple[Tally, int]:
     """Forward and backward passes; gradients are left reduced and divided in the main-grad buffers.
 
     Collective over the replica and over DP (gradients are reduce-scattered at the end).
 
     Returns:
-        The tally of all micro-batches on the last stage, an empty one elsewhere.
+        The tally of all micro-batches on the last stage, an empty one elsewhere; and the bytes that
+        the first micro-batch's forward pass left on this rank for its backward pass.
     """
+    saved = SavedBytes()
 
     def step(iterator: Any, module: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         item = next(iterator)
-        output = call(module, item)
+        with saved.counting() if item is inputs[0] else nullcontext():
+            output = call(module, item)
 
         def three_values(result: Tensor) -> tuple[Tensor, Tensor, Tally]:
             made = loss(result, item)
@@ -89,7 +123,7 @@ def run_forward_backward(
     merged = Tally()
     for tally in _run(chunks, inputs, step, max_tokens, forward_only=False):
         merged.merge(tally)
-    return merged
+    return merged, saved.total
 
 
 def _run(
@@ -102,13 +136,13 @@ def _run(
 ) -> list[Any]:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    assert len(chunks) == 1, "virtual pipeline stages are not offered"
     schedule = get_forward_backward_func()
+    interleaved = len(chunks) > 1
     # seq_length sizes the buffers of fixed-shape pipelines only; ours exchange shapes.
     result: list[Any] = schedule(
         forward_step_func=step,
-        data_iterator=iter(inputs),
-        model=chunks[0],
+        data_iterator=[iter(inputs) for _ in chunks] if interleaved else iter(inputs),
+        model=list(chunks) if interleaved else chunks[0],
         num_microbatches=len(inputs),
         seq_length=max_tokens,
         micro_batch_size=1,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,16 +17,15 @@ from torch import Tensor
 from megappo.config.learning import ActorSection
 from megappo.distributed.grad_sync import Trainable
 from megappo.distributed.metrics import Tally
+from megappo.distributed.offload import Offloader, on_device
 from megappo.distributed.parallel import tensor_parallel_group
 from megappo.distributed.pipeline import LossSum, run_forward_backward
 from megappo.distributed.vocab_parallel import log_probs_and_entropy
-from megappo.ppo.losses import aggregation_weights, kl_loss, local_denominator, policy_loss
+from megappo.ppo.losses import aggregation_weights, kl_loss, policy_loss
 from megappo.ppo.masking import masked_sum
-from megappo.roles.base import Network, call_model, longest
+from megappo.roles.base import GIB, Network, call_model, longest
 from megappo.roles.micro_batch import MicroBatch
 from megappo.types import MiniBatch, RolloutBatch
-
-CHUNK_TOKENS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,8 @@ class Policy:
     network: Network
     chunks: Sequence[torch.nn.Module]
     temperature: float
+    memory: Offloader | None
+    """Moves the weights between device and host; None under fully sharded data parallel."""
 
     def log_probs(
         self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]
@@ -44,25 +46,26 @@ class Policy:
         def finish(logits: Tensor, micro: MicroBatch) -> list[Tensor]:
             return list(self.token_log_probs(logits, micro, with_entropy=True))
 
-        log_probs, entropy = self.network.fill(
-            self.chunks, batch, micro_batches, finish, num_outputs=2
-        )
+        with on_device(self.memory, "params"):
+            log_probs, entropy = self.network.fill(
+                self.chunks, batch, micro_batches, finish, num_outputs=2
+            )
         return log_probs, entropy
 
     def token_log_probs(
         self, logits: Tensor, micro: MicroBatch, *, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
-        """[1, S, V/TP] logits -> (log-probs, entropy), each [b, T]. Collective over TP.
+        """Logits of this rank's positions -> (log-probs, entropy), each [b, T]. Collective over TP.
 
-        Without `with_entropy` the entropy is 0 everywhere.
+        Both are 0 where another context-parallel rank has the result; without `with_entropy` the
+        entropy is 0 everywhere.
         """
         log_probs, entropy = log_probs_and_entropy(
-            logits[0],
-            micro.labels,
+            logits,
+            micro.packed.labels,
             tp_group=tensor_parallel_group(),
             vocab_size=self.network.spec.vocab_size,
             temperature=self.temperature,
-            chunk_tokens=CHUNK_TOKENS,
             with_entropy=with_entropy,
         )
         of_tokens = micro.to_responses(log_probs)
@@ -79,7 +82,7 @@ class Actor:
     trainable: Trainable
     settings: ActorSection
 
-    MEANS = (
+    MEANS: ClassVar = (
         "actor/loss",
         "actor/pg_loss",
         "actor/pg_clipfrac",
@@ -88,7 +91,13 @@ class Actor:
         "actor/kl_loss",
         "actor/update_entropy",
     )
-    MAXIMA = ("actor/first_ratio_diff_max",)
+    MAXIMA: ClassVar = ("actor/first_ratio_diff_max", "perf/activations_gb/actor")
+
+    @property
+    def means(self) -> tuple[str, ...]:
+        """Means that `update` adds to its tally."""
+        experts = self.policy.network.spec.num_experts
+        return (*self.MEANS, *(["actor/moe_aux_loss"] if experts else []))
 
     def log_probs(
         self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]
@@ -96,7 +105,9 @@ class Actor:
         """See `Policy.log_probs`."""
         return self.policy.log_probs(batch, micro_batches)
 
-    def update(self, mini: MiniBatch, tally: Tally, *, is_first: bool) -> float:
+    def update(
+        self, mini: MiniBatch, tally: Tally, *, is_first: bool, settle: bool = True
+    ) -> float:
         """One optimizer step on one mini-batch; returns the gradient norm before clipping.
 
         Collective over the world.
@@ -105,11 +116,17 @@ class Actor:
             mini: with old_log_probs, advantages and, for a KL loss, ref_log_probs.
             tally: gets the metrics of this rank's tokens.
             is_first: no step was taken since `old_log_probs`; their ratio is then measured.
+            settle: False if another update follows at once; see `Trainable.step`.
         """
         network = self.policy.network
         cuts = network.cut(mini.samples, mini.micro_batches)
+        balance = network.balance_experts(
+            mini,
+            coefficient=self.settings.moe_aux_loss_coeff,
+            loss_agg_mode=self.settings.loss_agg_mode,
+        )
         self.trainable.zero_grad()
-        found = run_forward_backward(
+        found, saved = run_forward_backward(
             self.trainable.chunks,
             cuts,
             call=call_model,
@@ -118,12 +135,15 @@ class Actor:
         )
         if network.context.reports_losses:
             tally.merge(found)
-        return self.trainable.step()
+        if balance is not None:
+            balance.add_to(tally, "actor/moe_aux_loss", network.context)
+        tally.add_max("perf/activations_gb/actor", saved / GIB)
+        return self.trainable.step(settle=settle)
 
     def _loss(self, logits: Tensor, micro: MicroBatch, is_first: bool) -> LossSum:
         s, samples = self.settings, micro.samples
         device = logits.device
-        mask = samples.response_mask.to(device)
+        mask = micro.owned_mask.to(device)
         log_probs, entropy = self.policy.token_log_probs(
             logits, micro, with_entropy=s.entropy_coeff > 0
         )
@@ -139,8 +159,8 @@ class Actor:
             clip_ratio_high=s.clip_high,
             clip_ratio_c=s.clip_ratio_c,
         )
-        weights = aggregation_weights(mask, s.loss_agg_mode)
-        denominator = local_denominator(mask, s.loss_agg_mode)
+        weights = aggregation_weights(samples.response_mask, s.loss_agg_mode).to(device)
+        denominator = self.policy.network.denominator(samples.response_mask, s.loss_agg_mode)
         parts = {"actor/pg_loss": pg.loss}
         loss = pg.loss
         if s.entropy_coeff > 0:

@@ -1,4 +1,4 @@
-"""A Megatron model with what every role needs: packed forward passes over a batch."""
+"""A Megatron model with what every role needs: forward passes over a batch, brought to [B, T]."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megappo.distributed.parallel import ParallelContext
+from megappo.distributed.context_parallel import sum_over_context
+from megappo.distributed.metrics import Tally
+from megappo.distributed.parallel import ParallelContext, sum_over_data
 from megappo.distributed.pipeline import broadcast_from_last_stage, run_forward
-from megappo.models.packing import packed_seq_params
+from megappo.models.moe import router_segments, set_aux_loss, take_aux_loss
+from megappo.models.packing import Alignment, packed_seq_params
 from megappo.models.spec import ModelSpec
+from megappo.ppo.losses import local_denominator
 from megappo.roles.micro_batch import MicroBatch, cut
-from megappo.types import RolloutBatch
+from megappo.types import MiniBatch, RolloutBatch
+
+GIB = 2.0**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,15 +33,53 @@ class Network:
     chunks: Sequence[torch.nn.Module]
     """Bare chunks; a trained role calls them through their DDP wrapper."""
     context: ParallelContext
+    packed: bool = True
+    """Sequences end to end in one row; otherwise padded to the longest of a micro-batch."""
 
     @property
-    def multiple_of(self) -> int:
-        """Packed lengths are a multiple of this: sequence parallel splits tokens over TP."""
-        return self.context.tp if self.config.sequence_parallel else 1
+    def alignment(self) -> Alignment:
+        """What this layout asks of lengths."""
+        return Alignment(
+            multiple_of=token_multiple(self.config),
+            cp=self.context.cp,
+            cp_rank=self.context.cp_rank,
+            packed=self.packed,
+        )
 
     def cut(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> list[MicroBatch]:
-        """Micro-batches of a batch, packed on this rank's device."""
-        return cut(batch, micro_batches, device=self.context.device, multiple_of=self.multiple_of)
+        """Micro-batches of a batch, laid out on this rank's device."""
+        return cut(batch, micro_batches, device=self.context.device, alignment=self.alignment)
+
+    def denominator(self, response_mask: Tensor, mode: str) -> Tensor:
+        """This rank's part of a loss's denominator: each sample counts on one CP rank, 0-dim.
+
+        Args:
+            response_mask: [b, T] bool of whole samples.
+            mode: of `aggregation_weights`.
+        """
+        counted = local_denominator(response_mask, mode).to(self.context.device)
+        return counted if self.context.cp_rank == 0 else torch.zeros_like(counted)
+
+    def balance_experts(
+        self, mini: MiniBatch, *, coefficient: float, loss_agg_mode: str
+    ) -> BalanceLoss | None:
+        """Switches the experts' balance loss on for one mini-batch; None for a dense model.
+
+        Collective over DP. The gradients of a mini-batch are divided by its main loss's denominator
+        at the end, so the balance loss is scaled by it here to be a mean over sequences.
+
+        Args:
+            mini: this rank's samples of the mini-batch.
+            coefficient: weight of the loss; 0 leaves gradients exactly as without.
+            loss_agg_mode: of the main loss.
+        """
+        if not self.spec.num_experts:
+            return None
+        here = local_denominator(mini.samples.response_mask, loss_agg_mode).double()
+        pair = torch.stack([here, torch.tensor(float(len(mini.samples)), dtype=torch.float64)])
+        denominator, sequences = sum_over_data(pair, self.context).tolist()
+        set_aux_loss(self.chunks, coefficient * denominator / sequences)
+        return BalanceLoss(chunks=self.chunks, num_sequences=sequences)
 
     def fill(
         self,
@@ -65,21 +109,62 @@ class Network:
         for micro, outputs in zip(cuts, parts, strict=False):  # no parts before the last stage
             rows = torch.tensor(micro.indices, dtype=torch.long, device=filled.device)
             filled[:, rows] = torch.stack(outputs)
-        return list(broadcast_from_last_stage(filled).cpu())
+        return list(broadcast_from_last_stage(sum_over_context(filled)).cpu())
+
+
+FP8_TOKEN_MULTIPLE = {"tensorwise": 16, "delayed": 16, "blockwise": 128, "mxfp8": 32}
+"""Transformer Engine's fp8 products want a number of tokens that its scaling blocks divide."""
+
+
+def token_multiple(config: Any) -> int:
+    """Tokens of a forward pass on one rank are a multiple of this.
+
+    Sequence parallelism splits them over TP; fp8 products want multiples of their own on each part.
+    """
+    split = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    return int(split * (FP8_TOKEN_MULTIPLE[config.fp8_recipe] if config.fp8 else 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalanceLoss:
+    """A mini-batch's balance loss of the experts, as `Network.balance_experts` switched it on."""
+
+    chunks: Sequence[torch.nn.Module]
+    num_sequences: float
+    """over all ranks"""
+
+    def add_to(self, tally: Tally, name: str, context: ParallelContext) -> None:
+        """Adds this rank's part: summed over ranks it is the mean over sequences, over layers."""
+        once = 1.0 if context.rank == 0 else 0.0
+        tally.add(name, take_aux_loss(self.chunks) / self.num_sequences, once)
 
 
 def call_model(module: torch.nn.Module, micro: MicroBatch) -> Tensor:
-    """One chunk's forward: hidden states, or at the end [1, S, V/TP] logits or [1, S] values."""
+    """One chunk's forward on this rank's positions.
+
+    Returns:
+        Hidden states, or on the last chunk logits [1, S / CP, V / TP] ([B, L / CP, V / TP] padded)
+        or values [1, S / CP] ([B, L / CP]).
+    """
     packed = micro.packed
     output: Tensor = module(
         input_ids=packed.tokens,
         position_ids=packed.position_ids,
         attention_mask=None,
         packed_seq_params=packed_seq_params(packed),
+        padding_mask=router_segments(packed.segments, *_router_needs(module)),
     )
     return output
 
 
+def _router_needs(module: torch.nn.Module) -> tuple[Any, bool]:
+    """A chunk's Megatron config and whether it holds the embedding; the chunk may be wrapped."""
+    bare = module
+    while not hasattr(bare, "pre_process"):
+        bare = bare.module
+    return bare.config, bare.pre_process
+
+
 def longest(micro_batches: Sequence[MicroBatch]) -> int:
-    """Most packed tokens of one forward pass."""
+    """Most positions of one forward pass on this rank."""
     return max(m.num_tokens for m in micro_batches)

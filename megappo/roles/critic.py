@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,10 +12,11 @@ from torch import Tensor
 from megappo.config.learning import CriticSection
 from megappo.distributed.grad_sync import Trainable
 from megappo.distributed.metrics import Tally
+from megappo.distributed.offload import on_device
 from megappo.distributed.pipeline import LossSum, run_forward_backward
-from megappo.ppo.losses import aggregation_weights, local_denominator, value_loss
+from megappo.ppo.losses import aggregation_weights, value_loss
 from megappo.ppo.masking import masked_sum
-from megappo.roles.base import Network, call_model, longest
+from megappo.roles.base import GIB, Network, call_model, longest
 from megappo.roles.micro_batch import MicroBatch
 from megappo.types import MiniBatch, RolloutBatch
 
@@ -27,7 +29,14 @@ class Critic:
     trainable: Trainable
     settings: CriticSection
 
-    MEANS = ("critic/vf_loss", "critic/vf_clipfrac")
+    MEANS: ClassVar = ("critic/vf_loss", "critic/vf_clipfrac")
+    MAXIMA: ClassVar = ("perf/activations_gb/critic",)
+
+    @property
+    def means(self) -> tuple[str, ...]:
+        """Means that `update` adds to its tally."""
+        experts = self.network.spec.num_experts
+        return (*self.MEANS, *(["critic/moe_aux_loss"] if experts else []))
 
     def values(
         self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]
@@ -41,16 +50,17 @@ class Critic:
         """
 
         def finish(values: Tensor, micro: MicroBatch) -> list[Tensor]:
-            inside = micro.to_responses(values[0])
-            after = micro.after_last(values[0])[:, None].expand_as(inside)
+            inside = micro.to_responses(values)
+            after = micro.after_last(values)[:, None].expand_as(inside)
             return [inside, after]
 
-        inside, after = self.network.fill(
-            self.trainable.chunks, batch, micro_batches, finish, num_outputs=2
-        )
+        with on_device(self.trainable.memory, "params"):
+            inside, after = self.network.fill(
+                self.trainable.chunks, batch, micro_batches, finish, num_outputs=2
+            )
         return inside, after[:, 0]
 
-    def update(self, mini: MiniBatch, tally: Tally) -> float:
+    def update(self, mini: MiniBatch, tally: Tally, *, settle: bool = True) -> float:
         """One optimizer step on one mini-batch; returns the gradient norm before clipping.
 
         Collective over the world.
@@ -58,10 +68,16 @@ class Critic:
         Args:
             mini: with values and returns.
             tally: gets the metrics of this rank's tokens.
+            settle: False if another update follows at once; see `Trainable.step`.
         """
         cuts = self.network.cut(mini.samples, mini.micro_batches)
+        balance = self.network.balance_experts(
+            mini,
+            coefficient=self.settings.moe_aux_loss_coeff,
+            loss_agg_mode=self.settings.loss_agg_mode,
+        )
         self.trainable.zero_grad()
-        found = run_forward_backward(
+        found, saved = run_forward_backward(
             self.trainable.chunks,
             cuts,
             call=call_model,
@@ -70,23 +86,26 @@ class Critic:
         )
         if self.network.context.reports_losses:
             tally.merge(found)
-        return self.trainable.step()
+        if balance is not None:
+            balance.add_to(tally, "critic/moe_aux_loss", self.network.context)
+        tally.add_max("perf/activations_gb/critic", saved / GIB)
+        return self.trainable.step(settle=settle)
 
     def _loss(self, output: Tensor, micro: MicroBatch) -> LossSum:
         samples, mode = micro.samples, self.settings.loss_agg_mode
         device = output.device
-        mask = samples.response_mask.to(device)
+        mask = micro.owned_mask.to(device)
         assert samples.values is not None
         assert samples.returns is not None
         per_token = value_loss(
-            micro.to_responses(output[0]),
+            micro.to_responses(output),
             samples.values.to(device),
             samples.returns.to(device),
             mask,
             clip_range=self.settings.cliprange_value or None,
         )
-        weights = aggregation_weights(mask, mode)
-        denominator = local_denominator(mask, mode)
+        weights = aggregation_weights(samples.response_mask, mode).to(device)
+        denominator = self.network.denominator(samples.response_mask, mode)
         total = masked_sum(per_token.loss * weights, mask)
         tally = Tally()
         tally.add("critic/vf_loss", total.item(), denominator.item())

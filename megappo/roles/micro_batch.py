@@ -1,6 +1,7 @@
-"""Samples of one forward pass, packed end to end, and the way back from tokens to [B, T].
+"""Samples of one forward pass, laid out for it, and the way back from tokens to [B, T].
 
-Legend: b samples of the micro-batch, S packed tokens, T longest response of the whole batch.
+Legend: b samples of the micro-batch, S / CP positions on this rank, T longest response of the whole
+batch.
 """
 
 from __future__ import annotations
@@ -11,7 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megappo.models.packing import PackedInput, labels, last_positions, pack, scatter_responses
+from megappo.models.packing import (
+    Alignment,
+    PackedInput,
+    ResponseIndex,
+    last_tokens,
+    pack,
+    response_index,
+)
 from megappo.types import RolloutBatch
 
 
@@ -23,26 +31,28 @@ class MicroBatch:
     """Rows of the batch that this was cut from."""
     samples: RolloutBatch
     packed: PackedInput
-    labels: Tensor
-    """[S] the token after each position, within its sequence."""
+    response_index: ResponseIndex
 
     @property
     def num_tokens(self) -> int:
-        """S."""
+        """S / CP, padding included."""
         return self.packed.total_tokens
 
+    @property
+    def owned_mask(self) -> Tensor:
+        """[b, T] bool: trained tokens whose results are on this rank.
+
+        Over the context-parallel ranks each trained token is owned once.
+        """
+        return self.samples.response_mask & self.response_index.owned
+
     def to_responses(self, flat: Tensor) -> Tensor:
-        """[S] of predicting positions -> [b, T] of response tokens, 0 where padded."""
-        return scatter_responses(
-            flat,
-            prompt_lengths=[len(p.token_ids) for p in self.samples.prompts],
-            response_lengths=self.samples.response_lengths,
-            width=self.samples.responses.shape[1],
-        )
+        """Results [S / CP] of predicting positions -> [b, T], 0 where this rank has none."""
+        return self.response_index.scatter(flat.flatten())
 
     def after_last(self, flat: Tensor) -> Tensor:
-        """[S] -> [b], at the state after each sample's last token."""
-        return flat[last_positions(self.packed)]
+        """[S / CP] -> [b], at the state after each sample's last token; 0 on other CP ranks."""
+        return last_tokens(self.packed, flat.flatten())
 
 
 def cut(
@@ -50,27 +60,35 @@ def cut(
     micro_batches: Iterable[Sequence[int]],
     *,
     device: torch.device,
-    multiple_of: int,
+    alignment: Alignment,
 ) -> list[MicroBatch]:
-    """Packs the given rows of a batch, one `MicroBatch` a list of rows.
+    """Lays out the given rows of a batch, one `MicroBatch` a list of rows.
 
     Args:
         batch: [B] samples.
         micro_batches: rows of each forward pass.
         device: where the model is.
-        multiple_of: packed length is padded to a multiple (TP under sequence parallel).
+        alignment: what the model's layout asks of lengths.
     """
-    return [
-        _cut_one(batch.select(rows), tuple(rows), device, multiple_of) for rows in micro_batches
-    ]
+    return [_cut_one(batch.select(rows), tuple(rows), device, alignment) for rows in micro_batches]
 
 
 def _cut_one(
-    samples: RolloutBatch, rows: tuple[int, ...], device: torch.device, multiple_of: int
+    samples: RolloutBatch, rows: tuple[int, ...], device: torch.device, alignment: Alignment
 ) -> MicroBatch:
     sequences = [
         [*p.token_ids, *c.token_ids]
         for p, c in zip(samples.prompts, samples.completions, strict=True)
     ]
-    packed = pack(sequences, multiple_of=multiple_of, device=device)
-    return MicroBatch(indices=rows, samples=samples, packed=packed, labels=labels(packed)[0])
+    packed = pack(sequences, alignment, device=device)
+    return MicroBatch(
+        indices=rows,
+        samples=samples,
+        packed=packed,
+        response_index=response_index(
+            packed,
+            prompt_lengths=[len(p.token_ids) for p in samples.prompts],
+            response_lengths=samples.response_lengths,
+            width=samples.responses.shape[1],
+        ),
+    )

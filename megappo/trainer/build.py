@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from megappo.config import Config
-from megappo.config.learning import OptimizerSection
+from megappo.config.learning import ActorSection, CriticSection
+from megappo.data.cost import SequenceCost
 from megappo.distributed.grad_sync import Trainable, make_trainable
+from megappo.distributed.offload import Offloader, chosen_parts
 from megappo.distributed.parallel import ParallelContext, all_ranks_or_none
-from megappo.models.build import build_chunk, transformer_config
+from megappo.models.build import Recompute, build_chunk, transformer_config
 from megappo.models.name_map import Head
 from megappo.models.spec import ModelSpec
 from megappo.models.weights import hf_names, load_hf_weights
@@ -22,11 +25,14 @@ from megappo.roles.critic import Critic
 from megappo.rollout.sampling import SamplingSettings, end_token_ids
 from megappo.rollout.sglang_engine import EngineSettings, SGLangEngine
 from megappo.rollout.worker import RolloutWorker
+from megappo.trainer.balance import Balancer
 from megappo.trainer.estimate import Estimator
 from megappo.trainer.evaluate import Evaluator
 from megappo.trainer.guard import Guard
+from megappo.trainer.memory import ModelMemory
+from megappo.trainer.micro_batches import MicroBatchPlanner
 from megappo.trainer.ppo_trainer import PPOTrainer, StepPlan
-from megappo.trainer.preflight import Preflight, model_paths
+from megappo.trainer.preflight import Preflight, model_paths, wanted_layers
 from megappo.trainer.scoring import BatchScorer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -36,7 +42,13 @@ def build_trainer(
     config: Config, found: Preflight, context: ParallelContext, *, log_file: Path
 ) -> PPOTrainer:
     """Models, optimizers and this rank's engine. Collective over the world; takes a while."""
-    actor, critic, reference = build_roles(config, found, context)
+    actor, critic, reference = build_roles(
+        config,
+        {"actor": found.actor_spec, "critic": found.critic_spec, "reference": found.reference_spec},
+        context,
+        total_optimizer_steps=found.total_steps * found.plan.optimizer_steps_per_step,
+    )
+    mini_batch = found.plan.samples_per_mini_batch_and_dp_rank
     with all_ranks_or_none(context, "starting the SGLang engine"):
         engine = SGLangEngine(_engine_settings(config, context, log_file))
     rollouts = RolloutWorker(
@@ -66,12 +78,38 @@ def build_trainer(
         guard=Guard(settings=config.guard, comparable=not rollouts.sampling.truncates),
         plan=StepPlan(
             mini_batch_prompts=config.actor.mini_batch_size,
-            mini_batch=found.plan.samples_per_mini_batch_and_dp_rank,
-            actor_micro_batch=config.actor.micro_batch_size,
-            critic_micro_batch=config.critic.micro_batch_size,
+            mini_batch=mini_batch,
+            actor=make_planner(config.actor, actor.policy.network, mini_batch),
+            critic=make_planner(config.critic, critic.network, mini_batch),
             ppo_epochs=config.actor.ppo_epochs,
             critic_warmup=config.trainer.critic_warmup,
         ),
+        balancer=_balancer(config, found, context, mini_batch),
+        memory=ModelMemory(
+            trained=(actor.trainable, critic.trainable),
+            reference=None if reference is None else reference.memory,
+        ),
+    )
+
+
+def make_planner(
+    role: ActorSection | CriticSection, network: Network, mini_batch: int
+) -> MicroBatchPlanner:
+    """How a role's samples are cut into forward passes; `mini_batch` is samples on a DP rank."""
+    return MicroBatchPlanner.of(
+        role, context=network.context, alignment=network.alignment, mini_batch=mini_batch
+    )
+
+
+def _balancer(
+    config: Config, found: Preflight, context: ParallelContext, mini_batch: int
+) -> Balancer | None:
+    if not config.trainer.balance_batch or context.dp == 1:
+        return None
+    return Balancer(
+        context=context,
+        cost=SequenceCost.of_model(found.actor_spec),
+        samples_per_mini_batch=mini_batch,
     )
 
 
@@ -108,7 +146,13 @@ def make_scorer(config: Config) -> Scorer:
 
 
 def build_network(
-    config: Config, spec: ModelSpec, path: str, head: Head, context: ParallelContext
+    config: Config,
+    spec: ModelSpec,
+    path: str,
+    head: Head,
+    context: ParallelContext,
+    *,
+    recompute: Recompute = "none",
 ) -> Network:
     """A model of this rank with its weights read. Collective over the world."""
     layout = config.parallel
@@ -117,59 +161,102 @@ def build_network(
         tp=layout.tp,
         pp=layout.pp,
         cp=layout.cp,
+        vp=layout.vpp,
+        ep=layout.ep if spec.num_experts else 1,
+        etp=layout.expert_tp if spec.num_experts else None,
+        pipeline_layers=wanted_layers(config, spec),
         sequence_parallel=layout.sequence_parallel,
         dtype=DTYPES[config.model.dtype],
         device=context.device.type,
+        recompute=recompute,
+        fp8=config.model.fp8,
+        fp8_recipe=config.model.fp8_recipe,
     )
-    chunk = build_chunk(
-        spec,
-        settings,
-        head=head,
-        pre_process=context.pp_rank == 0,
-        post_process=context.is_last_stage,
-        value_head_seed=config.trainer.seed,
-    )
-    load_hf_weights([chunk], path, spec, head=head)
-    return Network(spec=spec, config=settings, chunks=[chunk], context=context)
+    chunks = [
+        build_chunk(
+            spec,
+            settings,
+            head=head,
+            pre_process=context.pp_rank == 0 and number == 0,
+            post_process=context.is_last_stage and number == context.vp - 1,
+            vp_stage=number if context.vp > 1 else None,
+            value_head_seed=config.trainer.seed,
+        )
+        for number in range(context.vp)
+    ]
+    load_hf_weights(chunks, path, spec, head=head)
+    return Network(spec=spec, config=settings, chunks=chunks, context=context, packed=layout.packed)
 
 
 def build_roles(
-    config: Config, found: Preflight, context: ParallelContext
+    config: Config,
+    specs: Mapping[str, ModelSpec],
+    context: ParallelContext,
+    *,
+    total_optimizer_steps: int,
 ) -> tuple[Actor, Critic, Policy | None]:
-    """Actor, critic and, where a KL term needs it, reference. Collective over the world."""
+    """Actor, critic and, where a KL term needs it, reference. Collective over the world.
+
+    Args:
+        config: of the run.
+        specs: of the models `actor`, `critic` and `reference`.
+        context: this rank's place.
+        total_optimizer_steps: length of the learning-rate decay.
+    """
     paths = model_paths(config)
     temperature = config.rollout.temperature
-    actor_net = build_network(config, found.actor_spec, paths["actor"], "lm", context)
-    trainable = _trainable("actor", actor_net, config, config.actor.optim, found)
+
+    def network(role: str, head: Head, recompute: Recompute) -> Network:
+        return build_network(config, specs[role], paths[role], head, context, recompute=recompute)
+
+    def trainable(name: str, net: Network, role: ActorSection | CriticSection) -> Trainable:
+        return make_trainable(
+            name,
+            net.chunks,
+            net.config,
+            optim=role.optim,
+            total_optimizer_steps=total_optimizer_steps,
+            overlap_grad_reduce=config.parallel.overlap_grad_reduce,
+            overlap_param_gather=config.parallel.overlap_param_gather,
+            fsdp=config.parallel.fsdp,
+            offload=chosen_parts(
+                params=role.memory.param_offload,
+                grads=role.memory.grad_offload,
+                optimizer=role.memory.optimizer_offload,
+            ),
+        )
+
+    actor_net = network("actor", "lm", config.actor.memory.recompute)
+    actor_trainable = trainable("actor", actor_net, config.actor)
     actor = Actor(
-        policy=Policy(network=actor_net, chunks=trainable.chunks, temperature=temperature),
-        trainable=trainable,
+        policy=Policy(
+            network=actor_net,
+            chunks=actor_trainable.chunks,
+            temperature=temperature,
+            memory=actor_trainable.memory,
+        ),
+        trainable=actor_trainable,
         settings=config.actor,
     )
-    critic_net = build_network(config, found.critic_spec, paths["critic"], "value", context)
+    critic_net = network("critic", "value", config.critic.memory.recompute)
     critic = Critic(
         network=critic_net,
-        trainable=_trainable("critic", critic_net, config, config.critic.optim, found),
+        trainable=trainable("critic", critic_net, config.critic),
         settings=config.critic,
     )
     if not config.uses_reference:
         return actor, critic, None
-    net = build_network(config, found.reference_spec, paths["reference"], "lm", context)
+    net = network("reference", "lm", "none")
     for chunk in net.chunks:
         chunk.requires_grad_(False)
-    return actor, critic, Policy(network=net, chunks=net.chunks, temperature=temperature)
-
-
-def _trainable(
-    name: str, network: Network, config: Config, optim: OptimizerSection, found: Preflight
-) -> Trainable:
-    return make_trainable(
-        name,
-        network.chunks,
-        network.config,
-        optim=optim,
-        total_optimizer_steps=found.total_steps * found.plan.optimizer_steps_per_step,
+    parts = chosen_parts(params=config.reference.param_offload, grads=False, optimizer=False)
+    reference = Policy(
+        network=net,
+        chunks=net.chunks,
+        temperature=temperature,
+        memory=Offloader("reference", net.chunks, parts=parts),
     )
+    return actor, critic, reference
 
 
 def _kl_controller(config: Config) -> KLController:

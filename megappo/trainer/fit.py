@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from megappo.checkpoint.store import CheckpointStore, model_identity
 from megappo.config import Config
 from megappo.distributed.grad_sync import Trainable
+from megappo.distributed.offload import on_device
 from megappo.distributed.parallel import all_ranks_or_none, any_rank
 from megappo.errors import StopRequested
 from megappo.loggers import Logger
@@ -99,6 +101,13 @@ class Run:
     def _models(self) -> dict[str, Trainable]:
         return {"actor": self.trainer.actor.trainable, "critic": self.trainer.critic.trainable}
 
+    @contextmanager
+    def _all_on_device(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for model in self._models().values():
+                stack.enter_context(on_device(model.memory))
+            yield
+
     def _save(self, step: int) -> None:
         trainer = self.trainer
         state = {
@@ -113,12 +122,14 @@ class Run:
                 "critic": model_identity(trainer.critic.network.spec),
             },
         }
-        path = self.store.save(step, self._models(), state)
+        with self._all_on_device():
+            path = self.store.save(step, self._models(), state)
         self._event("saved", step, path=str(path))
 
     def _resume(self, checkpoint: Path) -> None:
         trainer = self.trainer
-        state = self.store.load(checkpoint, self._models())
+        with self._all_on_device():
+            state = self.store.load(checkpoint, self._models())
         trainer.sampler.load_state_dict(state["sampler"])
         trainer.estimator.kl_controller.load_state_dict(state["kl_controller"])
         trainer.step_number = int(state["step"])
@@ -132,7 +143,9 @@ class Run:
         with all_ranks_or_none(context, "clearing an old export"):
             if context.is_main and new.exists():
                 shutil.rmtree(new)
-        save_hf(network.chunks, network.spec, self.config.model.path, new)
+        trainable = self.trainer.actor.trainable
+        with on_device(trainable.memory, "params"):
+            save_hf(trainable.chunks, network.spec, self.config.model.path, new)
         with all_ranks_or_none(context, "exporting the actor"):
             if context.is_main:
                 if out.exists():

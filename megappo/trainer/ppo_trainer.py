@@ -11,18 +11,21 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from megappo.data.batching import fixed_micro_batches
 from megappo.data.prompts import PromptDataset
 from megappo.data.sampler import PromptSampler, rank_share
 from megappo.distributed.metrics import Tally, reduce_tally
+from megappo.distributed.offload import on_device
 from megappo.distributed.parallel import ParallelContext, sum_over_data
 from megappo.models.weights import export_hf
 from megappo.roles.actor import Actor, Policy
 from megappo.roles.critic import Critic, explained_variance, explained_variance_sums
 from megappo.rollout.worker import RolloutWorker
 from megappo.trainer import batch_metrics
+from megappo.trainer.balance import Balancer
 from megappo.trainer.estimate import Estimator
 from megappo.trainer.guard import Guard
+from megappo.trainer.memory import ModelMemory
+from megappo.trainer.micro_batches import MicroBatchPlanner, as_mini_batches, as_passes
 from megappo.trainer.resources import resource_metrics
 from megappo.trainer.scoring import BatchScorer
 from megappo.trainer.stopwatch import Stopwatch
@@ -31,23 +34,16 @@ from megappo.types import MiniBatch, PromptBatch, RolloutBatch
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """How a step's samples are split; sizes are in samples on one DP rank."""
+    """How a step's samples are split."""
 
     mini_batch_prompts: int
     """over all DP ranks"""
     mini_batch: int
-    actor_micro_batch: int
-    critic_micro_batch: int
+    """samples on one DP rank"""
+    actor: MicroBatchPlanner
+    critic: MicroBatchPlanner
     ppo_epochs: int
     critic_warmup: int
-
-    def minis(self, batch: RolloutBatch, micro_batch: int) -> list[MiniBatch]:
-        """The batch as mini-batches of consecutive samples, in training order."""
-        micro = tuple(tuple(m) for m in fixed_micro_batches(self.mini_batch, micro_batch))
-        return [
-            MiniBatch(samples=batch.select(rows), micro_batches=micro)
-            for rows in fixed_micro_batches(len(batch), self.mini_batch)
-        ]
 
 
 @dataclass(kw_only=True)
@@ -65,44 +61,55 @@ class PPOTrainer:
     estimator: Estimator
     guard: Guard
     plan: StepPlan
+    balancer: Balancer | None
+    memory: ModelMemory
     step_number: int = 0
     last_batch: RolloutBatch | None = field(default=None, repr=False)
 
     def step(self) -> Mapping[str, float]:
         """One PPO step; returns its metrics, equal on all ranks. Collective over the world."""
         watch, tally, number = Stopwatch(self.context.device), self._tally(), self.step_number + 1
+        memory = self.memory.offload()
         prompts = self._next_prompts()
         with watch.phase("generate"):
             batch = self.rollouts.generate(prompts, step=number)
         with watch.phase("score"):
             batch = self.scorer.score(batch, self.rollouts.my_part(len(batch)), tally)
+        self.last_batch = batch
+        with watch.phase("balance"):
+            batch, balance_metrics = self._balance(batch)
+            actor_plan = self.plan.actor.plan(batch.total_lengths)
+            critic_plan = self.plan.critic.plan(batch.total_lengths)
         with watch.phase("log_probs"):
-            micro = fixed_micro_batches(len(batch), self.plan.actor_micro_batch)
-            old_log_probs, entropy = self.actor.log_probs(batch, micro)
+            passes = as_passes(actor_plan, self.plan.mini_batch)
+            old_log_probs, entropy = self.actor.log_probs(batch, passes)
             batch = batch.with_fields(old_log_probs=old_log_probs)
         with watch.phase("ref"):
             if self.reference is not None:
-                batch = batch.with_fields(ref_log_probs=self.reference.log_probs(batch, micro)[0])
+                batch = batch.with_fields(ref_log_probs=self.reference.log_probs(batch, passes)[0])
         with watch.phase("values"):
-            micro = fixed_micro_batches(len(batch), self.plan.critic_micro_batch)
-            values, values_after = self.critic.values(batch, micro)
+            passes = as_passes(critic_plan, self.plan.mini_batch)
+            values, values_after = self.critic.values(batch, passes)
             batch = batch.with_fields(values=values)
         with watch.phase("advantages"):
             batch = self.estimator.estimate(batch, values_after, tally)
             before = self._describe(batch, entropy)
             self.guard.check(number, before)
-        with watch.phase("update_critic"):
-            critic_norms = self._update_critic(batch, tally)
-        with watch.phase("update_actor"):
-            actor_norms = self._update_actor(batch, tally, number)
-        self.step_number, self.last_batch = number, batch
+        with watch.phase("update_critic"), on_device(self.critic.trainable.memory):
+            minis = as_mini_batches(batch, critic_plan, self.plan.mini_batch)
+            critic_norms = self._update_critic(minis, tally)
+        with watch.phase("update_actor"), on_device(self.actor.trainable.memory):
+            minis = as_mini_batches(batch, actor_plan, self.plan.mini_batch)
+            actor_norms = self._update_actor(minis, tally, number)
+        self.step_number = number
         with watch.phase("sync"):
             self.push_weights()
         return {
             **before,
+            **balance_metrics,
             **reduce_tally(tally, self.context),
             **self._optimizer_metrics(actor_norms, critic_norms),
-            **self._speed(watch.metrics(), batch),
+            **self._speed(watch.metrics(), batch, self.memory.report(memory)),
         }
 
     def push_weights(self) -> None:
@@ -111,7 +118,9 @@ class PPOTrainer:
         Collective over the replica.
         """
         network = self.actor.policy.network
-        self.rollouts.push(export_hf(network.chunks, network.spec), version=self.step_number + 1)
+        with on_device(self.actor.trainable.memory, "params"):
+            tensors = export_hf(self.actor.trainable.chunks, network.spec)
+            self.rollouts.push(tensors, version=self.step_number + 1)
 
     def _next_prompts(self) -> PromptBatch:
         epoch, rows = self.sampler.next_batch()
@@ -123,23 +132,30 @@ class PPOTrainer:
         )
         return PromptBatch(epoch=epoch, prompts=tuple(self.dataset.rows(mine)))
 
-    def _update_critic(self, batch: RolloutBatch, tally: Tally) -> list[float]:
-        minis = self.plan.minis(batch, self.plan.critic_micro_batch)
+    def _balance(self, batch: RolloutBatch) -> tuple[RolloutBatch, Mapping[str, float]]:
+        return (batch, {}) if self.balancer is None else self.balancer.rebalance(batch)
+
+    def _update_critic(self, minis: Sequence[MiniBatch], tally: Tally) -> list[float]:
+        order = [mini for _ in range(self.plan.ppo_epochs) for mini in minis]
         return [
-            self.critic.update(mini, tally) for _ in range(self.plan.ppo_epochs) for mini in minis
+            self.critic.update(mini, tally, settle=i == len(order) - 1)
+            for i, mini in enumerate(order)
         ]
 
-    def _update_actor(self, batch: RolloutBatch, tally: Tally, number: int) -> list[float]:
+    def _update_actor(self, minis: Sequence[MiniBatch], tally: Tally, number: int) -> list[float]:
         if number <= self.plan.critic_warmup:
             return []
-        minis = self.plan.minis(batch, self.plan.actor_micro_batch)
         order = [mini for _ in range(self.plan.ppo_epochs) for mini in minis]
-        return [self.actor.update(mini, tally, is_first=i == 0) for i, mini in enumerate(order)]
+        return [
+            self.actor.update(mini, tally, is_first=i == 0, settle=i == len(order) - 1)
+            for i, mini in enumerate(order)
+        ]
 
     def _tally(self) -> Tally:
         tally = Tally()
         tally.declare(
-            (*BatchScorer.MEANS, *Estimator.MEANS, *Actor.MEANS, *Critic.MEANS), Actor.MAXIMA
+            (*BatchScorer.MEANS, *Estimator.MEANS, *self.actor.means, *self.critic.means),
+            (*Actor.MAXIMA, *Critic.MAXIMA),
         )
         return tally
 
@@ -147,7 +163,7 @@ class PPOTrainer:
         """Metrics of the samples, reduced. Collective over the world."""
         tally = Tally()
         tally.declare(batch_metrics.MEANS, batch_metrics.MAXIMA)
-        if self.context.reports_losses:
+        if self.context.reports_samples:
             batch_metrics.add_batch(tally, batch, entropy)
         reduced = dict(reduce_tally(tally, self.context))
         reduced["critic/score/min"] = -reduced.pop("critic/score/neg_min")
@@ -173,14 +189,16 @@ class PPOTrainer:
             found["actor/grad_norm"] = sum(actor_norms) / len(actor_norms)
         return found
 
-    def _speed(self, timing: dict[str, float], batch: RolloutBatch) -> dict[str, float]:
+    def _speed(
+        self, timing: dict[str, float], batch: RolloutBatch, memory: Mapping[str, float]
+    ) -> dict[str, float]:
         """Throughput, as verl defines it: all tokens of the batch / step time / ranks."""
         tally = Tally()
         for name, seconds in timing.items():
             tally.add(name, seconds, 1)
-        for name, gigabytes in resource_metrics(self.context.device).items():
-            tally.add_max(name, gigabytes)
-        tokens = sum(batch.total_lengths) if self.context.reports_losses else 0
+        for name, value in {**resource_metrics(self.context.device), **memory}.items():
+            tally.add_max(name, value)
+        tokens = sum(batch.total_lengths) if self.context.reports_samples else 0
         tally.add("perf/tokens_a_rank", tokens, 1)
         reduced = dict(reduce_tally(tally, self.context))
         all_tokens = reduced.pop("perf/tokens_a_rank") * self.context.world_size

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megappo.checkpoint import layout
-from megappo.checkpoint.store import check_layout, model_identity
+from megappo.checkpoint.store import LAYOUT_FIELDS, check_layout, model_identity
 from megappo.config import Config, ConfigError
 from megappo.config.checks import BatchPlan, plan_batches
 from megappo.data.prompts import PromptDataset, check_files
@@ -117,13 +117,38 @@ def model_paths(config: Config) -> dict[str, str]:
     }
 
 
+def wanted_layers(config: Config, spec: ModelSpec) -> Sequence[int]:
+    """`parallel.pipeline_layers`, or nothing for a model of another depth than they describe."""
+    wanted = config.parallel.pipeline_layers
+    return wanted if sum(wanted) == spec.num_layers else ()
+
+
 def _check_models(config: Config) -> dict[str, ModelSpec]:
     specs: dict[str, ModelSpec] = {}
     for role, path in model_paths(config).items():
         spec = load_spec(path, trust_remote_code=config.model.trust_remote_code)
-        check_model_layout(spec, tp=config.parallel.tp, pp=config.parallel.pp)
+        layout = config.parallel
+        check_model_layout(
+            spec,
+            tp=layout.tp,
+            pp=layout.pp,
+            vp=layout.vpp,
+            ep=layout.ep if spec.num_experts else 1,
+            etp=layout.expert_tp if spec.num_experts else None,
+            sequence_parallel=layout.sequence_parallel,
+            pipeline_layers=(
+                layout.pipeline_layers if role == "actor" else wanted_layers(config, spec)
+            ),
+        )
         check_weights(path, spec, head="value" if role == "critic" else "lm")
         specs[role] = spec
+    if config.parallel.ep * config.parallel.etp > 1 and not any(
+        spec.num_experts for spec in specs.values()
+    ):
+        raise ConfigError(
+            f"parallel.ep is {config.parallel.ep} and parallel.etp {config.parallel.etp}: none of "
+            "the models has experts to spread; set them to 1 and 0"
+        )
     wanted = config.data.max_prompt_length + config.rollout.max_response_length
     for role, spec in specs.items():
         if wanted > spec.max_positions:
@@ -185,12 +210,11 @@ def _check_run_dir(config: Config, plan: BatchPlan, specs: dict[str, ModelSpec])
             "the folder, or set checkpoint.resume=auto"
         )
     state = layout.read_state(found)
-    check_layout(
-        state, {k: getattr(plan, k) for k in ("world_size", "tp", "pp", "cp", "dp")}, found
-    )
+    check_layout(state, {k: getattr(plan, k) for k in LAYOUT_FIELDS}, found)
     for role in ("actor", "critic"):
         saved, now = state["models"][role], model_identity(specs[role])
-        differing = [f"{k} {saved.get(k)!r} -> {v!r}" for k, v in now.items() if saved.get(k) != v]
+        # A checkpoint of an earlier version lacks fields that its models could not have.
+        differing = [f"{k} {saved[k]!r} -> {now[k]!r}" for k in saved if saved[k] != now[k]]
         if differing:
             raise CheckpointError(
                 f"{found} holds another {role} (checkpoint -> now): {', '.join(differing)}; set "

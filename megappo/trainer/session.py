@@ -14,9 +14,10 @@ from typing import TextIO
 import megappo
 from megappo.checkpoint import layout as checkpoint_layout
 from megappo.checkpoint.store import CheckpointStore
-from megappo.config import Config, dump, load
+from megappo.config import Config, ConfigError, dump, load
+from megappo.config.checks import check_device_features
 from megappo.distributed import parallel
-from megappo.distributed.parallel import LaunchEnvironment, ParallelContext
+from megappo.distributed.parallel import Degrees, LaunchEnvironment, ParallelContext
 from megappo.errors import UserError
 from megappo.loggers import LOGGERS, Logger, LoggerSettings
 from megappo.trainer.fit import Run, export_folder
@@ -46,6 +47,8 @@ class Session:
         parallel.die_with_launcher()
         config = load(config_path, overrides)
         device = parallel.resolve_device(config.device)
+        if problems := check_device_features(config, device):
+            raise ConfigError("\n".join(problems))
         parallel.check_device(device, launch)
         found = preflight(config, launch.world_size, read_all_rows=launch.rank == 0)
         self._say_plan(config, found, device)
@@ -61,10 +64,8 @@ class Session:
         self._screen = redirect_to(self._log_file)
         context = parallel.start(
             launch,
+            Degrees.of(config.parallel),
             device=device,
-            tp=config.parallel.tp,
-            pp=config.parallel.pp,
-            cp=config.parallel.cp,
             seed=config.trainer.seed,
             timeout_s=config.trainer.distributed_timeout_s,
         )

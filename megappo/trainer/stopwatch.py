@@ -11,6 +11,7 @@ import torch
 PHASES = (
     "generate",
     "score",
+    "balance",
     "log_probs",
     "ref",
     "values",

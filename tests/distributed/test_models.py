@@ -14,7 +14,7 @@ from safetensors import safe_open
 from megappo.errors import ModelError
 from megappo.models import packing
 from megappo.models.attention import PackedCausalAttention, group_by_length
-from megappo.models.build import check_layout, padded_vocab_size
+from megappo.models.build import check_layout, chunk_layers, padded_vocab_size
 from megappo.models.hf_folder import TensorFolder, write_folder
 from megappo.models.name_map import canonical_name, hf_names
 from megappo.models.rope import inverse_frequencies, read_rope
@@ -36,6 +36,11 @@ LAYOUTS = {
     "tp2_sp": (2, "--tp", "2", "--sp"),
     "pp2": (2, "--pp", "2"),
     "pp2_vp2": (2, "--pp", "2", "--vp", "2"),
+    "pp2_uneven": (2, "--pp", "2", "--layers", "3", "1"),
+    "cp2": (2, "--cp", "2"),
+    "cp2_padded": (2, "--cp", "2", "--padded"),
+    "tp2_sp_cp2": (4, "--tp", "2", "--sp", "--cp", "2"),
+    "tp2_sp_padded": (2, "--tp", "2", "--sp", "--padded"),
 }
 VALUE_MODELS = ("llama3_rope", "qwen2_tied")
 
@@ -56,12 +61,12 @@ def value_models(models, tmp_path_factory) -> Path:
     return root
 
 
-def loss_weights(num_tokens: int) -> torch.Tensor:
-    """As in the worker: one weight a token of the packed row, padding included."""
-    return torch.linspace(-1, 1, num_tokens)
+def loss_weights(number: int, length: int) -> torch.Tensor:
+    """As in the worker: one weight a token by its sequence and position alone."""
+    return 1.0 + number - 2.0 * torch.arange(length) / length
 
 
-def oracle(folder: Path, *, padding_multiple: int, value_weight: torch.Tensor | None = None):
+def oracle(folder: Path, *, value_weight: torch.Tensor | None = None):
     """Outputs and gradients by transformers, one unpadded sequence at a time."""
     from transformers import AutoModelForCausalLM
 
@@ -70,12 +75,8 @@ def oracle(folder: Path, *, padding_multiple: int, value_weight: torch.Tensor | 
     head = None if value_weight is None else value_weight.clone().requires_grad_()
     outputs = []
     for micro_batch in (sequences()[:3], sequences()[3:]):
-        total = sum(len(s) for s in micro_batch)
-        weight = loss_weights(-(-total // padding_multiple) * padding_multiple)
-        start = 0
-        for ids in micro_batch:
-            here = weight[start : start + len(ids)]
-            start += len(ids)
+        for number, ids in enumerate(micro_batch):
+            here = loss_weights(number, len(ids))
             if head is None:
                 out = model(ids[None]).logits[0]
                 log_p = out.log_softmax(-1)
@@ -117,7 +118,7 @@ def test_logits_and_gradients_equal_transformers_and_export_is_exact(models, lay
     run_ranks("parity.py", num_ranks, "--models", str(models), "--out", str(tmp_path), *flags)
     for name in MODELS:
         result = torch.load(tmp_path / name / "result.pt")
-        outputs, gradients = oracle(models / name, padding_multiple=2 if "sp" in layout else 1)
+        outputs, gradients = oracle(models / name)
         assert (torch.cat(result["outputs"]) - outputs).abs().max() < 1e-4
         assert result["norm"] == pytest.approx(norm(gradients), rel=1e-5)
         assert result["gradients"].keys() == gradients.keys()
@@ -143,11 +144,10 @@ def test_values_and_value_gradients_equal_a_linear_head_on_transformers(
         assert torch.equal(saved["score.weight"], expected_head)
         outputs, gradients = oracle(
             value_models / name,
-            padding_multiple=2 if "sp" in layout else 1,
             value_weight=expected_head,
         )
         gradients.pop("lm_head.weight", None)
-        assert (torch.cat(result["outputs"]) - outputs).abs().max() < 1e-4
+        assert (torch.cat(result["outputs"])[:, 0] - outputs).abs().max() < 1e-4
         assert result["outputs"][0].dtype == torch.float32
         assert result["norm"] == pytest.approx(norm(gradients), rel=1e-5)
         assert result["gradients"].keys() == gradients.keys() == saved.keys()
@@ -388,8 +388,25 @@ def test_layouts_that_do_not_divide_are_refused_with_the_numbers(models):
         check_layout(spec, tp=4, pp=1)
     with pytest.raises(ModelError, match=r"query heads .*: 4 over 3"):
         check_layout(spec, tp=3, pp=1)
-    with pytest.raises(ModelError, match=r"layers .*: 4 over 3 ranks x 1"):
-        check_layout(spec, tp=1, pp=3)
+    with pytest.raises(ModelError, match=r"4 layers do not fill 6 pipeline chunks"):
+        check_layout(spec, tp=1, pp=3, vp=2)
+    with pytest.raises(ModelError, match=r"\[3, 2\] must be 2 counts .* the model's 4 layers"):
+        check_layout(spec, tp=1, pp=2, pipeline_layers=[3, 2])
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "pp", "vp", "expected"),
+    [
+        (4, 2, 1, (2, 2)),
+        (5, 2, 1, (3, 2)),
+        (7, 3, 1, (2, 3, 2)),
+        (10, 2, 2, (2, 3, 3, 2)),
+        (11, 2, 2, (3, 3, 3, 2)),
+        (3, 1, 1, (3,)),
+    ],
+)
+def test_layers_left_over_go_to_the_middle_first_and_to_the_head_last(num_layers, pp, vp, expected):
+    assert chunk_layers(num_layers, pp=pp, vp=vp) == expected
 
 
 def test_vocabulary_is_padded_to_a_multiple_of_the_ranks():
@@ -398,30 +415,75 @@ def test_vocabulary_is_padded_to_a_multiple_of_the_ranks():
 
 
 def test_packing_pads_with_one_extra_sequence():
-    packed = packing.pack([[5, 6, 7], [8, 9]], multiple_of=4)
+    packed = packing.pack([[5, 6, 7], [8, 9]], packing.Alignment(multiple_of=4))
     assert packed.tokens.tolist() == [[5, 6, 7, 8, 9, 0, 0, 0]]
+    assert packed.labels.tolist() == [[6, 7, 0, 9, 0, 0, 0, 0]]
     assert packed.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2]]
-    assert packed.cu_seqlens.tolist() == [0, 3, 5, 8]
-    assert (packed.lengths, packed.max_seqlen, packed.num_sequences) == ((3, 2, 3), 3, 2)
-    assert packing.labels(packed).tolist() == [[6, 7, 0, 9, 0, 0, 0, 0]]
-    assert packing.last_positions(packed).tolist() == [2, 4]
-    empty = packing.pack([], multiple_of=2)
+    assert packed.segments.tolist() == [[1, 1, 1, 2, 2, 0, 0, 0]]
+    assert (packed.lengths, packed.starts) == ((3, 2, 3), (0, 3, 5))
+    assert (packed.max_seqlen, packed.num_sequences) == (3, 2)
+    assert packing.last_tokens(packed, torch.arange(8.0)).tolist() == [2, 4]
+    empty = packing.pack([], packing.Alignment(multiple_of=2))
     assert (empty.tokens.tolist(), empty.num_sequences) == ([[0, 0]], 0)
     assert packing.pack([]).tokens.tolist() == [[0]]
 
 
+def test_padding_brings_every_sequence_to_the_longest():
+    align = packing.Alignment(multiple_of=4, packed=False)
+    packed = packing.pack([[5, 6, 7], [8, 9]], align)
+    assert packed.tokens.tolist() == [[5, 6, 7, 0], [8, 9, 0, 0]]
+    assert packed.labels.tolist() == [[6, 7, 0, 0], [9, 0, 0, 0]]
+    assert packed.segments.tolist() == [[1, 1, 1, 0], [2, 2, 0, 0]]
+    assert packing.packed_seq_params(packed) is None
+    assert packing.last_tokens(packed, torch.arange(8.0)).tolist() == [2, 5]
+
+
+def test_under_context_parallelism_each_rank_has_an_early_and_a_late_chunk_of_each_sequence():
+    """Labels are shifted before the split: each rank's last label is the next rank's token."""
+    ids = [[1, 2, 3, 4, 5, 6, 7, 8], [11, 12, 13]]
+    ranks = [packing.pack(ids, packing.Alignment(cp=2, cp_rank=r)) for r in range(2)]
+    assert [p.tokens.tolist() for p in ranks] == [[[1, 2, 7, 8, 11, 0]], [[3, 4, 5, 6, 12, 13]]]
+    assert [p.labels.tolist() for p in ranks] == [[[2, 3, 8, 0, 12, 0]], [[4, 5, 6, 7, 13, 0]]]
+    assert ranks[0].position_ids.tolist() == [[0, 1, 6, 7, 0, 3]]
+    assert ranks[0].lengths == (8, 4)
+    ends = [packing.last_tokens(p, torch.ones(6)).tolist() for p in ranks]
+    assert ends == [[1, 0], [0, 1]]
+    # With sequence parallelism too, the tokens of a rank divide over TP.
+    wide = packing.pack(ids, packing.Alignment(cp=2, multiple_of=4))
+    assert (wide.total_tokens, wide.lengths) == (8, (8, 4, 4))
+
+
 def test_responses_are_read_where_they_are_predicted():
     lengths = {"prompt_lengths": [2, 1, 3], "response_lengths": [2, 3, 0]}
-    positions, samples, steps = packing.response_positions(*lengths.values())
+    positions, samples, steps = packing.response_positions([0, 4, 8], **lengths)
     # Rows: p p r r | p r r r | p p p
     assert positions.tolist() == [1, 2, 4, 5, 6]
     assert samples.tolist() == [0, 0, 1, 1, 1]
     assert steps.tolist() == [0, 1, 0, 1, 2]
+    packed = packing.pack([[9] * 4, [9] * 4, [9] * 3])
+    index = packing.response_index(packed, **lengths, width=4)
+    assert index.owned.tolist() == [[True, True, False, False], [True] * 3 + [False], [False] * 4]
     flat = torch.arange(11.0, requires_grad=True)
-    out = packing.scatter_responses(flat, **lengths, width=4)
+    out = index.scatter(flat)
     assert out.tolist() == [[1, 2, 0, 0], [4, 5, 6, 0], [0, 0, 0, 0]]
     out.sum().backward()
     assert flat.grad.tolist() == [0, 1, 1, 0, 1, 1, 1, 0, 0, 0, 0]
+
+
+def test_over_context_parallel_ranks_each_response_token_is_owned_once():
+    ids = [list(range(1, n + 1)) for n in (9, 3, 14)]
+    lengths = {"prompt_lengths": [4, 1, 2], "response_lengths": [5, 2, 12]}
+    owned, found = torch.zeros(3, 12, dtype=torch.int), torch.zeros(3, 12)
+    for rank in range(3):
+        packed = packing.pack(ids, packing.Alignment(cp=3, cp_rank=rank))
+        index = packing.response_index(packed, **lengths, width=12)
+        owned += index.owned
+        found += index.scatter(packed.labels[0].float())
+    whole = packing.pack(ids)
+    expected = packing.response_index(whole, **lengths, width=12).scatter(whole.labels[0].float())
+    assert torch.equal(found, expected)
+    assert owned.sum(1).tolist() == [5, 2, 12]
+    assert owned.max() == 1
 
 
 def test_weights_that_do_not_fit_the_model_are_named(models, tmp_path):

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,16 +27,18 @@ def root(tmp_path_factory):
     return folder
 
 
-def command(root: Path, name: str, *overrides: str) -> list[str]:
+def command(root: Path, name: str, *overrides: str, ranks: int = 2) -> list[str]:
     return [
-        sys.executable, "-m", "megappo.launch", "--nproc-per-node", "2", str(root / "run.yaml"),
-        f"trainer.run_dir={root / name}", *overrides,
+        sys.executable, "-m", "megappo.launch", "--nproc-per-node", str(ranks),
+        str(root / "run.yaml"), f"trainer.run_dir={root / name}", *overrides,
     ]  # fmt: skip
 
 
-def train(root: Path, name: str, *overrides: str) -> subprocess.CompletedProcess[str]:
+def train(
+    root: Path, name: str, *overrides: str, ranks: int = 2
+) -> subprocess.CompletedProcess[str]:
     result = subprocess.run(
-        command(root, name, *overrides),
+        command(root, name, *overrides, ranks=ranks),
         capture_output=True, text=True, timeout=TIME_LIMIT_S, check=False,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
@@ -89,7 +92,9 @@ def test_every_step_has_the_names_that_the_design_fixes(undisturbed):
         "critic/advantages/mean", "response_length/mean", "response_length/clip_ratio",
         "rollout/log_prob_diff_max", "timing_s/generate", "timing_s/score", "timing_s/log_probs",
         "timing_s/update_actor", "timing_s/update_critic", "timing_s/sync", "timing_s/other",
-        "timing_s/step", "perf/throughput", "perf/cpu_memory_used_gb",
+        "timing_s/step", "timing_s/balance", "perf/throughput", "perf/cpu_memory_used_gb",
+        "perf/activations_gb/actor", "perf/optimizer_gb/critic", "perf/offloaded_gb",
+        "perf/grad_sync_wait_s/actor", "balance/cost_ratio_after",
     }  # fmt: skip
     for row in rows[1:]:
         assert wanted <= row.keys()
@@ -217,11 +222,32 @@ def test_the_exported_actor_serves_in_sglang_with_transformers_log_probs(undistu
     assert log_probs.amax(-1).tolist() == pytest.approx(answer.log_probs, abs=1e-4)
 
 
-@pytest.mark.parametrize("layout", ["parallel.tp=2", "parallel.pp=2"])
-def test_a_step_has_the_same_numbers_in_another_layout(root, undisturbed, layout):
+BUDGETS = [
+    "actor.use_dynamic_bsz=true", "actor.max_token_len_per_gpu=400",
+    "critic.use_dynamic_bsz=true", "critic.max_token_len_per_gpu=300",
+]  # fmt: skip
+SWITCHES = [
+    f"{role}.memory.{switch}"
+    for role in ("actor", "critic")
+    for switch in ("recompute=full", "param_offload=true", "grad_offload=true",
+                   "optimizer_offload=true")
+]  # fmt: skip
+LAYOUTS = {
+    "tp2": (2, ["parallel.tp=2"]),
+    "pp2": (2, ["parallel.pp=2"]),
+    "cp2_budget": (2, ["parallel.cp=2", *BUDGETS]),
+    "vpp2_switches": (
+        2, ["parallel.pp=2", "parallel.vpp=2", *SWITCHES, "reference.param_offload=true"],
+    ),
+    "tp2_dp2": (4, ["parallel.tp=2", "parallel.sequence_parallel=true"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_step_has_the_same_numbers_in_another_layout(root, undisturbed, name):
     """Same samples (seeds do not depend on ranks), same losses and norms as with DP 2."""
-    name = layout.replace("=", "_")
-    train(root, name, layout, "trainer.total_steps=1", "trainer.test_freq=0")
+    ranks, overrides = LAYOUTS[name]
+    train(root, name, *overrides, "trainer.total_steps=1", "trainer.test_freq=0", ranks=ranks)
     expected, found = metrics(undisturbed[0])[1], metrics(root / name)[1]
     for key in ("critic/score/mean", "response_length/mean", "prompt_length/mean"):
         assert found[key] == expected[key], key
@@ -229,3 +255,45 @@ def test_a_step_has_the_same_numbers_in_another_layout(root, undisturbed, layout
     assert found["actor/first_ratio_diff_max"] == 0.0
     for key in ("critic/grad_norm", "critic/vf_loss", "actor/entropy", "actor/reward_kl"):
         assert found[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-7), key
+    raw = json.loads((root / name / "metrics.jsonl").read_text().splitlines()[1])
+    plain = json.loads((undisturbed[0] / "metrics.jsonl").read_text().splitlines()[1])
+    assert raw["perf/activations_gb/actor"] > 0
+    offloads = name == "vpp2_switches"
+    assert (raw["perf/offloaded_gb"] > 0) == (raw["perf/offload_moved_gb"] > 0) == offloads
+    assert plain["perf/optimizer_gb/actor"] > 0
+
+
+def test_samples_are_dealt_out_by_cost(undisturbed, root):
+    for row in metrics(undisturbed[0])[1:]:
+        assert row["balance/cost_ratio_after"] <= row["balance/cost_ratio_before"]
+        assert row["balance/cost_ratio_after"] < 1.05
+    train(root, "unbalanced", "trainer.balance_batch=false", "trainer.total_steps=1")
+    first = metrics(root / "unbalanced")[1]
+    assert "balance/cost_ratio_after" not in first
+    for key in ("critic/score/mean", "critic/vf_loss", "actor/grad_norm"):
+        assert first[key] == pytest.approx(metrics(undisturbed[0])[1][key], rel=1e-4), key
+
+
+def test_a_mixture_of_experts_trains_under_expert_parallelism(tmp_path):
+    """The engine agrees with the trainer after updates, so experts, router and norms arrive."""
+    make_run(tmp_path, family="qwen3_moe")
+    train(
+        tmp_path, "run", "parallel.ep=2", "actor.moe_aux_loss_coeff=0.01", "trainer.total_steps=3",
+        "trainer.save_freq=2",
+    )  # fmt: skip
+    rows = metrics(tmp_path / "run")
+    for row in rows[1:]:
+        assert 0 < row["rollout/log_prob_diff_max"] < 1e-3
+        assert row["actor/first_ratio_diff_max"] == 0.0
+        assert row["actor/moe_aux_loss"] > 3.5  # four layers, each 1 at an even load
+        assert row["actor/grad_norm"] > 1e-2
+    assert rows[3]["actor/entropy"] != rows[1]["actor/entropy"]
+    before = weights_hash(tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "latest").write_text("step_000002\n")
+    shutil.rmtree(tmp_path / "run" / "actor_hf")
+    train(
+        tmp_path, "run", "parallel.ep=2", "actor.moe_aux_loss_coeff=0.01", "trainer.total_steps=3",
+        "trainer.save_freq=2",
+    )  # fmt: skip
+    assert metrics(tmp_path / "run") == rows
+    assert weights_hash(tmp_path / "run") == before

@@ -43,6 +43,7 @@ def main() -> None:
         tensor_model_parallel_size=arguments.tp,
         pipeline_model_parallel_size=arguments.pp,
         virtual_pipeline_model_parallel_size=arguments.vp if arguments.vp > 1 else None,
+        context_parallel_size=arguments.cp,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     for folder in sorted(arguments.models.iterdir()):
@@ -57,7 +58,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--vp", type=int, default=1)
+    parser.add_argument("--cp", type=int, default=1)
+    parser.add_argument("--layers", type=int, nargs="*", default=[])
     parser.add_argument("--sp", action="store_true")
+    parser.add_argument("--padded", action="store_true")
     parser.add_argument("--head", default="lm")
     parser.add_argument("--recompute", default="none")
     return parser.parse_args()
@@ -70,6 +74,8 @@ def run_model(folder: Path, out: Path, arguments: argparse.Namespace) -> None:
         tp=arguments.tp,
         pp=arguments.pp,
         vp=arguments.vp,
+        cp=arguments.cp,
+        pipeline_layers=arguments.layers,
         sequence_parallel=arguments.sp,
         recompute=arguments.recompute,
     )
@@ -117,8 +123,13 @@ def forward_backward(chunks, config, spec, arguments) -> list[torch.Tensor]:
     """Two micro-batches through Megatron's schedule; all outputs, on the last stage only."""
     ids = sequences()
     pieces = [ids[:3], ids[3:]]
-    multiple = arguments.tp if arguments.sp else 1
-    packed = [packing.pack(piece, multiple_of=multiple) for piece in pieces]
+    align = packing.Alignment(
+        multiple_of=arguments.tp if arguments.sp else 1,
+        cp=arguments.cp,
+        cp_rank=ps.get_context_parallel_rank(),
+        packed=not arguments.padded,
+    )
+    packed = [packing.pack(piece, align) for piece in pieces]
     outputs: list[torch.Tensor] = []
 
     def step(iterator, model):
@@ -132,24 +143,25 @@ def forward_backward(chunks, config, spec, arguments) -> list[torch.Tensor]:
         return result, lambda output: loss(output, batch)
 
     def loss(output, batch):
-        real = int(batch.cu_seqlens[batch.num_sequences])
-        scale = torch.linspace(-1, 1, batch.total_tokens)
+        scale = loss_weights(batch)
         if arguments.head == "value":
-            outputs.append(output[0, :real].detach().clone())
-            per_token = output[0]
+            outputs.append(in_order(output.flatten()[:, None], batch))
+            per_token = output
         else:
-            outputs.append(gather_vocabulary(output)[0, :real, : spec.vocab_size])
+            full = gather_vocabulary(output)[..., : spec.vocab_size]
+            outputs.append(in_order(full.flatten(0, 1), batch))
             per_token, entropy = log_probs_and_entropy(
-                output[0],
-                packing.labels(batch)[0],
+                output,
+                batch.labels,
                 tp_group=ps.get_tensor_model_parallel_group(),
                 vocab_size=spec.vocab_size,
                 chunk_tokens=8,
                 with_entropy=True,
             )
             per_token = per_token + 0.3 * entropy
-        total = (per_token * scale)[:real].sum()
-        return total, torch.tensor(real, dtype=torch.int), {"loss": total.detach().clone()}
+        total = (per_token * scale).sum()
+        count = int((batch.segments > 0).sum())
+        return total, torch.tensor(count, dtype=torch.int), {"loss": total.detach().clone()}
 
     get_forward_backward_func()(
         forward_step_func=step,
@@ -163,6 +175,24 @@ def forward_backward(chunks, config, spec, arguments) -> list[torch.Tensor]:
     return outputs
 
 
+def loss_weights(batch) -> torch.Tensor:
+    """One weight a token by its sequence and position alone, 0 on padding."""
+    real = batch.segments > 0
+    numbers = (batch.segments - 1).clamp(min=0)
+    lengths = torch.tensor([*batch.real_lengths])[numbers]
+    return torch.where(real, 1.0 + numbers - 2.0 * batch.position_ids / lengths, 0.0)
+
+
+def in_order(rows: torch.Tensor, batch) -> torch.Tensor:
+    """Outputs of all real tokens, sequence by sequence, put together over CP ranks."""
+    whole = torch.zeros(sum(batch.lengths), rows.shape[-1])
+    whole[batch.local] = rows.detach()
+    dist.all_reduce(whole, group=ps.get_context_parallel_group())
+    starts = batch.starts[: batch.num_sequences]
+    ranges = zip(starts, batch.real_lengths, strict=True)
+    return torch.cat([whole[start : start + n] for start, n in ranges])
+
+
 def gradient_norm(chunks) -> float:
     """Over all ranks, each parameter once, by the marks that Megatron's clipping reads."""
     total = torch.zeros(1)
@@ -172,7 +202,8 @@ def gradient_norm(chunks) -> float:
             if once and param_is_not_shared(parameter):
                 total += parameter.main_grad.square().sum()
     dist.all_reduce(total)
-    return total.sqrt().item()
+    # Context-parallel ranks hold the same weights, with the same summed gradients.
+    return (total / ps.get_context_parallel_world_size()).sqrt().item()
 
 
 def gather_vocabulary(logits: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,6 @@ from megappo.distributed import parallel
 from megappo.distributed.metrics import Tally, reduce_tally
 from megappo.models.weights import export_hf
 from megappo.ppo.kl import AdaptiveKLController
-from megappo.roles.critic import Critic
 from megappo.trainer.build import build_roles
 from megappo.trainer.estimate import Estimator
 from megappo.trainer.preflight import preflight
@@ -38,11 +37,14 @@ def main() -> None:
     config = load(arguments.config, arguments.overrides)
     launch = parallel.LaunchEnvironment.read()
     found = preflight(config, launch.world_size)
-    layout = config.parallel
-    context = parallel.start(
-        launch, device="cpu", tp=layout.tp, pp=layout.pp, cp=1, seed=1, timeout_s=60
-    )
-    actor, critic, reference = build_roles(config, found, context)
+    degrees = parallel.Degrees.of(config.parallel)
+    context = parallel.start(launch, degrees, device="cpu", seed=1, timeout_s=60)
+    specs = {
+        "actor": found.actor_spec,
+        "critic": found.critic_spec,
+        "reference": found.reference_spec,
+    }
+    actor, critic, reference = build_roles(config, specs, context, total_optimizer_steps=16)
     batch = share(whole_batch(found.actor_spec.vocab_size), context)
     micro = [list(range(i, i + 2)) for i in range(0, len(batch), 2)]
     old, entropy = actor.log_probs(batch, micro)
@@ -53,7 +55,7 @@ def main() -> None:
         old_log_probs=old, values=made_up(values, batch), ref_log_probs=ref - 0.1
     )
     tally = Tally()
-    tally.declare((*actor.MEANS, *Critic.MEANS, *Estimator.MEANS), actor.MAXIMA)
+    tally.declare((*actor.means, *critic.means, *Estimator.MEANS), (*actor.MAXIMA, *critic.MAXIMA))
     controller = AdaptiveKLController(0.05, 0.02, 100.0)
     estimator = Estimator(settings=config.algorithm, kl_controller=controller, context=context)
     batch = estimator.estimate(batch, after, tally)

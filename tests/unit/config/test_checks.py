@@ -1,7 +1,7 @@
 import pytest
 
-from megappo.config import load
-from megappo.config.checks import plan_batches
+from megappo.config import ConfigError, load
+from megappo.config.checks import check_device_features, plan_batches
 
 
 @pytest.fixture
@@ -27,7 +27,8 @@ def test_the_batch_identities_come_out(make):
     assert plan.samples_per_dp_rank == 128
     assert plan.optimizer_steps_per_step == 4
     assert plan.samples_per_mini_batch_and_dp_rank == 64
-    assert (plan.actor_micro_batches, plan.critic_micro_batches) == (4, 2)
+    assert plan.actor_micro_batches == "4 of 16 samples"
+    assert plan.critic_micro_batches == "2 of 32 samples"
     text = "\n".join(plan.lines())
     assert "4 ranks = TP 2 x PP 1 x CP 1 x DP 2" in text
     assert "64 prompts x n 4 = 256 samples a step" in text
@@ -85,3 +86,82 @@ def test_a_replica_with_more_ranks_than_samples_is_refused(make):
         "parallel.pp=4",
     )
     assert "leave some of its 4 model-parallel ranks without a prompt" in problems_of(config, 4)
+
+
+DYNAMIC = ("actor.use_dynamic_bsz=true", "critic.use_dynamic_bsz=true")
+
+
+def test_a_budget_that_the_longest_sample_does_not_fit_is_refused_with_the_numbers(make):
+    lengths = ("data.max_prompt_length=600", "rollout.max_response_length=500")
+    with pytest.raises(ConfigError) as error:
+        make(*lengths, *DYNAMIC, "actor.max_token_len_per_gpu=1000")
+    assert "actor.max_token_len_per_gpu is 1000" in str(error.value)
+    assert "600 + rollout.max_response_length 500 = 1100 tokens" in str(error.value)
+    assert "critic" not in str(error.value)
+    # The budget is of one rank, and two share each sequence.
+    make(*lengths, *DYNAMIC, "actor.max_token_len_per_gpu=1000", "parallel.cp=2")
+
+
+def test_a_budget_is_for_packed_sequences(make):
+    with pytest.raises(
+        ConfigError, match=r"critic\.use_dynamic_bsz is True.*parallel\.packed=true"
+    ):
+        make("critic.use_dynamic_bsz=true", "parallel.packed=false")
+
+
+def test_with_a_budget_the_micro_batch_size_does_not_matter(make):
+    config = make("actor.micro_batch_size=7", "critic.micro_batch_size=7", *DYNAMIC)
+    plan, problems = plan_batches(config, 1)
+    assert problems == []
+    assert "actor up to 16384 tokens a rank" in "\n".join(plan.lines())
+
+
+def test_interleaved_stages_want_a_multiple_of_pp_micro_batches(make):
+    layout = ("parallel.pp=2", "parallel.vpp=2", "actor.mini_batch_size=64")
+    text = problems_of(make(*layout, "actor.micro_batch_size=64"), 2)
+    assert "actor.micro_batch_size is 64: the 1 micro-batches" in text
+    assert "multiple of parallel.pp (2)" in text
+    plan, problems = plan_batches(make(*layout, "actor.micro_batch_size=32"), 2)
+    assert problems == []
+    assert "PP 2 (2 chunks a stage)" in plan.lines()[0]
+
+
+def test_experts_that_the_world_does_not_divide_are_refused(make):
+    text = problems_of(
+        make("parallel.ep=4", "actor.mini_batch_size=60", "data.train_batch_size=60"), 6
+    )
+    assert "6 ranks cannot be split by ETP 1 x EP 4 x PP 1 = 4" in text
+    config = make("parallel.ep=2", "parallel.tp=2", "parallel.sequence_parallel=true")
+    plan, _ = plan_batches(config, 8)
+    assert "experts EP 2 x ETP 2" in plan.lines()[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        (("parallel.vpp=2",), "parallel.vpp is 2: it needs parallel.pp over 1"),
+        (
+            ("parallel.pp=2", "parallel.pipeline_layers=[4]"),
+            "parallel.pipeline_layers is [4]: it must have 2 counts",
+        ),
+        (
+            ("parallel.overlap_param_gather=true",),
+            "it needs parallel.overlap_grad_reduce=true",
+        ),
+        (("model.fp8=hybrid", "model.dtype=float32"), "fp8 products need dtype bfloat16"),
+        (("parallel.etp=-1",), "parallel.etp is -1: it must be 0 or more"),
+        (("critic.max_token_len_per_gpu=0",), "critic.max_token_len_per_gpu is 0"),
+    ],
+)
+def test_a_layout_that_makes_no_sense_is_refused(make, override, expected):
+    with pytest.raises(ConfigError) as error:
+        make(*override)
+    assert expected in str(error.value)
+
+
+def test_what_only_cuda_has_is_refused_on_a_cpu(make):
+    config = make("model.fp8=hybrid", "parallel.fsdp=true")
+    text = " ".join(check_device_features(config, "cpu"))
+    assert "model.fp8 is 'hybrid'" in text
+    assert "parallel.fsdp is True" in text
+    assert check_device_features(config, "cuda") == []

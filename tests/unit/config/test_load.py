@@ -95,7 +95,7 @@ def test_every_field_has_a_meaning():
         ("actor.clip_ratio_c=1.0", "actor.clip_ratio_c is 1.0: it must be over 1"),
         ("algorithm.kl_penalty=k9", "algorithm.kl_penalty is 'k9': known: k1, kl, abs"),
         ("parallel.sequence_parallel=true", "it needs parallel.tp over 1"),
-        ("parallel.cp=2", "context parallel is not in this version"),
+        ("parallel.cp=0", "parallel.cp is 0: it must be over 0"),
         ("critic.optim.min_lr=1", "critic.optim.min_lr is 1.0: it is over lr"),
         ("loggers=[consol]", "loggers has 'consol': known: console, jsonl, tensorboard"),
         ("data.train_files=[]", "data.train_files is []: name at least one"),

@@ -2,6 +2,7 @@
 
 import math
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,10 +10,11 @@ import torch
 from megappo.config.sections import GuardSection
 from megappo.distributed.metrics import Tally
 from megappo.errors import GuardStop
+from megappo.models.packing import Alignment
 from megappo.roles.critic import explained_variance, explained_variance_sums
 from megappo.trainer.batch_metrics import MAXIMA, MEANS, add_batch
 from megappo.trainer.guard import Guard
-from megappo.trainer.ppo_trainer import StepPlan
+from megappo.trainer.micro_batches import MicroBatchPlanner, as_mini_batches, as_passes
 from megappo.trainer.scoring import check_error_rate
 from megappo.trainer.stopwatch import PHASES, Stopwatch
 from megappo.types import Completion, Prompt, collate
@@ -64,18 +66,41 @@ def test_the_guard_is_silent_where_log_probs_cannot_be_compared_or_it_is_off():
     Guard(settings=GuardSection(max_log_prob_diff=0.0), comparable=True).check(1, metrics)
 
 
+def planner(**settings):
+    """Of one rank, for what needs no other."""
+    context = SimpleNamespace(cp=settings.pop("cp", 1), vp=1, pp=1)
+    values = {"mini_batch": 4, "micro_batch": 2, "max_tokens": None, "alignment": Alignment()}
+    return MicroBatchPlanner(context=context, **(values | settings))
+
+
 def test_mini_batches_are_consecutive_and_cover_the_batch():
-    plan = StepPlan(
-        mini_batch_prompts=2,
-        mini_batch=4,
-        actor_micro_batch=2,
-        critic_micro_batch=4,
-        ppo_epochs=1,
-        critic_warmup=0,
-    )
-    minis = plan.minis(batch_of([1, 2, 3, 4, 5, 6, 7, 8]), 2)
+    batch = batch_of([1, 2, 3, 4, 5, 6, 7, 8])
+    plan = planner().plan(batch.total_lengths)
+    minis = as_mini_batches(batch, plan, 4)
     assert [[p.row for p in m.samples.prompts] for m in minis] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert [m.micro_batches for m in minis] == [((0, 1), (2, 3))] * 2
+    assert as_passes(plan, 4) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_log_prob_passes_and_updates_have_the_same_forward_passes():
+    """Also where a budget reorders samples: only then is the first ratio exactly 1."""
+    batch = batch_of([1, 2, 3, 4, 5, 6, 7, 8])
+    plan = [[[2, 0], [1], [3]], [[], [3, 1, 0], [2]]]
+    passes = as_passes(plan, 4)
+    assert passes == [[2, 0], [1], [3], [], [7, 5, 4], [6]]
+    rows = [
+        [mini.samples.prompts[i].row for i in micro]
+        for mini in as_mini_batches(batch, plan, 4)
+        for micro in mini.micro_batches
+    ]
+    assert rows == passes
+
+
+def test_a_budget_is_of_one_rank_and_never_passed_by_padding():
+    role = SimpleNamespace(use_dynamic_bsz=True, max_token_len_per_gpu=103, micro_batch_size=1)
+    align = Alignment(multiple_of=2, cp=2, cp_rank=0)
+    made = MicroBatchPlanner.of(role, context=SimpleNamespace(cp=2), alignment=align, mini_batch=4)
+    assert made.max_tokens == 204  # 206 over both ranks, down to a multiple of 4
 
 
 def test_batch_metrics_weigh_tokens_and_samples_as_they_should():

@@ -1,0 +1,103 @@
+"""Cuts a rank's samples into mini-batches and forward passes, equally many on every DP rank.
+
+One plan serves a whole step: the log-prob passes and the update run the very same forward passes,
+which is why the probability ratio before the first optimizer step is exactly 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megappo.config.learning import ActorSection, CriticSection
+from megappo.data.batching import fixed_micro_batches, plan_micro_batches
+from megappo.distributed.parallel import ParallelContext, max_over_data
+from megappo.models.packing import Alignment
+from megappo.types import MiniBatch, RolloutBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatchPlanner:
+    """How one model's samples are cut."""
+
+    context: ParallelContext
+    alignment: Alignment
+    mini_batch: int
+    """samples of a mini-batch on one DP rank"""
+    micro_batch: int
+    """samples of a forward pass; not used with a token budget"""
+    max_tokens: int | None
+    """most positions of a forward pass over all CP ranks of a replica; None: fixed counts"""
+
+    @classmethod
+    def of(
+        cls,
+        role: ActorSection | CriticSection,
+        *,
+        context: ParallelContext,
+        alignment: Alignment,
+        mini_batch: int,
+    ) -> MicroBatchPlanner:
+        """A planner by a role's settings."""
+        budget = None
+        if role.use_dynamic_bsz:
+            # Rows are padded to this multiple, so a budget that is one is never passed.
+            row = math.lcm(alignment.sequence_multiple, context.cp * alignment.multiple_of)
+            budget = role.max_token_len_per_gpu * context.cp // row * row
+        return cls(
+            context=context,
+            alignment=alignment,
+            mini_batch=mini_batch,
+            micro_batch=role.micro_batch_size,
+            max_tokens=budget,
+        )
+
+    def plan(self, lengths: Sequence[int]) -> list[list[list[int]]]:
+        """For each mini-batch its forward passes, as indices into the mini-batch.
+
+        Collective over DP with a token budget: ranks agree on how many each mini-batch takes, and
+        those with fewer samples get empty ones. Interleaved pipelines get a multiple of PP.
+
+        Args:
+            lengths: tokens of each of this rank's samples, whole mini-batches one after another.
+
+        Raises:
+            DataError: a sample is longer than the budget.
+        """
+        minis = [
+            [self.alignment.padded(lengths[i]) for i in rows]
+            for rows in fixed_micro_batches(len(lengths), self.mini_batch)
+        ]
+        if self.max_tokens is None:
+            return [fixed_micro_batches(len(mini), self.micro_batch) for mini in minis]
+        return [self._plan_one(mini, self.max_tokens) for mini in minis]
+
+    def _plan_one(self, lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+        alone = len(plan_micro_batches(lengths, max_tokens=max_tokens))
+        agreed = max_over_data(max(alone, 1), self.context)
+        if self.context.vp > 1:
+            agreed = -(-agreed // self.context.pp) * self.context.pp
+        return plan_micro_batches(lengths, max_tokens=max_tokens, num_micro_batches=agreed)
+
+
+def as_passes(plan: Sequence[Sequence[Sequence[int]]], mini_batch: int) -> list[list[int]]:
+    """All forward passes of a plan in order, as indices into the whole batch."""
+    return [
+        [number * mini_batch + i for i in micro]
+        for number, micros in enumerate(plan)
+        for micro in micros
+    ]
+
+
+def as_mini_batches(
+    batch: RolloutBatch, plan: Sequence[Sequence[Sequence[int]]], mini_batch: int
+) -> list[MiniBatch]:
+    """The batch as mini-batches of consecutive samples, in training order."""
+    return [
+        MiniBatch(
+            samples=batch.select(range(number * mini_batch, (number + 1) * mini_batch)),
+            micro_batches=tuple(tuple(micro) for micro in micros),
+        )
+        for number, micros in enumerate(plan)
+    ]
