@@ -1,9 +1,10 @@
 """Saves and loads models, optimizers, schedulers and random streams of all ranks.
 
-Each model has a folder of its own in Megatron's torch_dist format (`actor/`, `critic/`), with the
-optimizer state in the fully reshardable form. Random streams are a file a rank. What is small and
-equal on all ranks (step, data position, KL controller, layout) is `state.json`. Left out: resuming
-in another layout, and writing while training goes on.
+Each model has a folder of its own (`actor/`, `critic/`), with the optimizer state. Its format is
+Megatron's torch_dist, optimizer state fully reshardable, and under `parallel.fsdp` another one, see
+`fsdp_dtensor`; neither loads where the other is in use. Random streams are a file a rank. What is
+small and equal on all ranks (step, data position, KL controller, layout, format) is `state.json`.
+Left out: resuming in another layout, and writing while training goes on.
 """
 
 from __future__ import annotations
@@ -15,16 +16,20 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from megappo.checkpoint import layout
+from megappo.distributed.fsdp import is_sharded
 from megappo.distributed.grad_sync import Trainable
+from megappo.distributed.offload import PARTS
 from megappo.distributed.parallel import ParallelContext, all_ranks_or_none, barrier
 from megappo.errors import CheckpointError
 
-LAYOUT_FIELDS = ("world_size", "tp", "pp", "cp", "dp")
+LAYOUT_FIELDS = ("world_size", "tp", "pp", "vp", "cp", "ep", "etp", "dp")
+
+Format = Literal["torch_dist", "fsdp_dtensor"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +47,9 @@ class CheckpointStore:
             step: finished steps.
             models: name -> model with optimizer; each becomes a subfolder.
             state: JSON values, equal on all ranks.
+
+        Raises:
+            OffloadedError: a part of a model is in host memory.
         """
         temporary = self.folder / f"{layout.step_name(step)}.saving"
         with all_ranks_or_none(self.context, "preparing a checkpoint"):
@@ -56,7 +64,12 @@ class CheckpointStore:
         final = self.folder / layout.step_name(step)
         with all_ranks_or_none(self.context, "publishing a checkpoint"):
             if self.context.is_main:
-                whole = {**state, "step": step, "layout": self._layout()}
+                whole = {
+                    **state,
+                    "step": step,
+                    "layout": self._layout(),
+                    "format": _format(models),
+                }
                 (temporary / layout.STATE_FILE).write_text(json.dumps(whole, indent=1))
                 layout.publish(temporary, final)
                 layout.prune(self.folder, self.keep)
@@ -68,10 +81,12 @@ class CheckpointStore:
         Collective over the world.
 
         Raises:
-            CheckpointError: another layout, or parts are missing.
+            CheckpointError: another layout or format, or parts are missing.
+            OffloadedError: a part of a model is in host memory.
         """
         state = layout.read_state(checkpoint)
         check_layout(state, self._layout(), checkpoint)
+        check_format(state, checkpoint, fsdp=_format(models) == "fsdp_dtensor")
         for name, model in models.items():
             if not (checkpoint / name).is_dir():
                 raise CheckpointError(f"{checkpoint} has no folder {name}/: choose another one")
@@ -95,13 +110,44 @@ def check_layout(state: Mapping[str, Any], now: Mapping[str, int], checkpoint: P
         CheckpointError: with the degrees of both.
     """
     saved = state["layout"]
-    differing = [f"{k} {saved[k]} -> {v}" for k, v in now.items() if saved[k] != v]
+    differing = [f"{k} {saved.get(k, 1)} -> {v}" for k, v in now.items() if saved.get(k, 1) != v]
     if differing:
         raise CheckpointError(
             f"{checkpoint} was saved in another layout (checkpoint -> now): "
             f"{', '.join(differing)}; "
             "start as many ranks with the same parallel.* as then, or use a new trainer.run_dir"
         )
+
+
+def check_format(state: Mapping[str, Any], checkpoint: Path, *, fsdp: bool) -> None:
+    """Refuses a checkpoint whose weights and optimizer state are of the other format.
+
+    Args:
+        state: of `layout.read_state`; without `format` it is from before there were two.
+        checkpoint: its folder, for the message.
+        fsdp: whether the run that wants to load it has `parallel.fsdp`.
+
+    Raises:
+        CheckpointError: with both formats and what to change.
+    """
+    saved, needed = state.get("format", "torch_dist"), format_of(fsdp=fsdp)
+    if saved != needed:
+        raise CheckpointError(
+            f"{checkpoint} has the format {saved}, but parallel.fsdp is {str(fsdp).lower()}, which "
+            f"reads {needed}; set parallel.fsdp={str(saved == 'fsdp_dtensor').lower()} as when it "
+            "was saved, or use a new trainer.run_dir"
+        )
+
+
+def format_of(*, fsdp: bool) -> Format:
+    """How models are stored with and without `parallel.fsdp`."""
+    return "fsdp_dtensor" if fsdp else "torch_dist"
+
+
+def _format(models: Mapping[str, Trainable]) -> Format:
+    found = {format_of(fsdp=is_sharded(model.chunks[0])) for model in models.values()}
+    assert len(found) == 1, f"the models of a run have one format, not {sorted(found)}"
+    return found.pop()
 
 
 def model_identity(spec: Any) -> dict[str, Any]:
@@ -122,9 +168,18 @@ def _metadata() -> dict[str, Any]:
     }
 
 
+def _chunk_keys(model: Trainable) -> list[str]:
+    """Where Megatron's optimizers look for the chunks: `model`, or `model0` and on for several."""
+    count = len(model.chunks)
+    return ["model"] if count == 1 else [f"model{i}" for i in range(count)]
+
+
 def _sharded_state(model: Trainable, *, is_loading: bool) -> dict[str, Any]:
     metadata = _metadata()
-    state: dict[str, Any] = {"model": model.chunks[0].module.sharded_state_dict(metadata=metadata)}
+    state: dict[str, Any] = {
+        key: chunk.module.sharded_state_dict(metadata=metadata)
+        for key, chunk in zip(_chunk_keys(model), model.chunks, strict=True)
+    }
     state["optimizer"] = model.optimizer.sharded_state_dict(
         state, is_loading=is_loading, metadata=metadata
     )
@@ -133,6 +188,19 @@ def _sharded_state(model: Trainable, *, is_loading: bool) -> dict[str, Any]:
 
 
 def _save_model(folder: Path, model: Trainable) -> None:
+    _require_whole(model)
+    # A gather that a step left to the next forward pass: a rank would write old weights.
+    model.settle()
+    if is_sharded(model.chunks[0]):
+        # Here, because torch's distributed checkpoint takes a while to import.
+        from megappo.checkpoint import fsdp_dtensor
+
+        fsdp_dtensor.save(folder, model)
+    else:
+        _save_torch_dist(folder, model)
+
+
+def _save_torch_dist(folder: Path, model: Trainable) -> None:
     from megatron.core import dist_checkpointing
 
     _keep_results_in_process()
@@ -155,11 +223,29 @@ def _keep_results_in_process() -> None:
         filesystem_async._results_queue = queue.Queue()
 
 
+def _require_whole(model: Trainable) -> None:
+    if model.memory is not None:
+        model.memory.require(*PARTS)
+
+
 def _load_model(folder: Path, model: Trainable) -> None:
+    _require_whole(model)
+    # The scheduler adds loaded steps to those it has (optimizer_param_scheduler.py:384).
+    model.scheduler.num_steps = 0
+    if is_sharded(model.chunks[0]):
+        from megappo.checkpoint import fsdp_dtensor
+
+        fsdp_dtensor.load(folder, model)
+    else:
+        _load_torch_dist(folder, model)
+
+
+def _load_torch_dist(folder: Path, model: Trainable) -> None:
     from megatron.core import dist_checkpointing
 
     state = dist_checkpointing.load(_sharded_state(model, is_loading=True), str(folder))
-    model.chunks[0].module.load_state_dict(state["model"], strict=True)
+    for key, chunk in zip(_chunk_keys(model), model.chunks, strict=True):
+        chunk.module.load_state_dict(state[key], strict=True)
     model.optimizer.load_state_dict(state["optimizer"])
     model.scheduler.load_state_dict(state["scheduler"])
 

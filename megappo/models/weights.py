@@ -1,14 +1,20 @@
 """Fills Megatron chunks from a Hugging Face folder, and yields them as Hugging Face tensors again.
 
-Loading talks to no other rank: each reads its slices of the files. Exporting is collective over TP
-and PP and holds one full tensor at a time. Both are exact: a folder that is loaded and saved has
-equal bytes in every tensor. The table they share is in `name_map`.
+Loading talks to no other rank: each reads its slices of the files. Exporting is collective over TP,
+PP and EP and holds one full tensor at a time. Both are exact: a folder that is loaded and saved has
+equal bytes in every tensor. The table they share is in `name_map`. Under Megatron's FSDP a weight
+is spread over DP, and exporting is collective over DP too; loading comes before that wrapper.
+
+An expert is held by one EP rank of its stage and split over the expert-TP ranks (ETP), which need
+not be as many as the TP ranks. EP divides the TP x CP x DP ranks of a stage, so it reaches across
+replicas.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +23,8 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
+from megappo.distributed.fsdp import ShardedParameter, is_managed, is_sharded, sharded_parameters
+from megappo.distributed.offload import OffloadedError
 from megappo.errors import ModelError
 from megappo.models.hf_folder import TensorFolder, write_folder
 from megappo.models.name_map import (
@@ -63,14 +71,17 @@ def load_hf_weights(
     """
     from megatron.core import parallel_state as ps
 
-    tp, rank = ps.get_tensor_model_parallel_world_size(), ps.get_tensor_model_parallel_rank()
+    dense = (ps.get_tensor_model_parallel_world_size(), ps.get_tensor_model_parallel_rank())
+    expert = (ps.get_expert_tensor_parallel_world_size(), ps.get_expert_tensor_parallel_rank())
     with TensorFolder(folder) as tensors, torch.no_grad():
         expected = check_names(tensors, spec, head)
         table = tensor_map(spec, head)
-        for name, parameter in _named_parameters(chunks):
+        for name, parameter in _named_parameters(chunks, spec):
+            assert isinstance(parameter, Tensor), "weights are loaded before they are sharded"
             entry = table[name]
             if head == "value" and name == OUTPUT_LAYER and VALUE_HEAD not in expected:
                 continue
+            tp, rank = expert if entry.is_expert else dense
             shard = _read_shard(tensors, entry, spec, tp, rank)
             assert shard.shape == parameter.shape, (name, shard.shape, parameter.shape)
             parameter.copy_(shard)
@@ -124,23 +135,41 @@ def _listed(names: set[str]) -> str:
     return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown
 
 
-def _named_parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
+def _named_parameters(
+    chunks: Sequence[torch.nn.Module], spec: ModelSpec
+) -> Iterator[tuple[str, Tensor | ShardedParameter]]:
     """Canonical name and tensor of each parameter on this rank; each name once."""
+    from megatron.core import parallel_state as ps
+
+    num_local_experts = spec.num_experts // ps.get_expert_model_parallel_world_size()
+    expert_offset = num_local_experts * ps.get_expert_model_parallel_rank()
     seen: set[str] = set()
     for chunk in chunks:
         model = _unwrap(chunk)
         layers = model.decoder.layers
         offset = layers[0].layer_number - 1 if len(layers) else 0
-        for local, parameter in model.named_parameters():
-            name = canonical_name(local, offset)
+        for local, parameter in _local_parameters(chunk):
+            name = canonical_name(
+                local, offset, expert_offset=expert_offset, moe_layers=spec.moe_layers
+            )
             assert name not in seen, f"two parameters of this rank are {name}"
             seen.add(name)
             yield name, parameter
 
 
+def _local_parameters(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor | ShardedParameter]]:
+    """Name within the bare chunk, and the parameter."""
+    if is_sharded(chunk):
+        yield from ((parameter.name, parameter) for parameter in sharded_parameters(chunk))
+    else:
+        yield from _unwrap(chunk).named_parameters()
+
+
 def _unwrap(chunk: torch.nn.Module) -> GPTModel:
     from megatron.core.distributed import DistributedDataParallel
 
+    if is_sharded(chunk):
+        return chunk.module.module
     return chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
 
 
@@ -193,25 +222,29 @@ def export_hf(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields every Hugging Face tensor of the model, complete, on every rank, one at a time.
 
-    Collective over the TP and PP groups: all of their ranks must take every item. A tensor may
-    share memory with a parameter; copy what is kept beyond the next item.
+    Collective over the TP and PP groups, for a model with experts over the EP and ETP groups too,
+    which reach across replicas, and under Megatron's FSDP over DP: all of their ranks must take
+    every item. A tensor may share memory with a parameter; copy what is kept beyond the next item.
 
     Args:
-        chunks: This rank's chunks, bare or wrapped by Megatron's DDP.
+        chunks: This rank's chunks, bare or wrapped; those that Megatron's FSDP wraps, wrapped.
         spec: The architecture.
         head: What the chunks were built with.
         dtype: Of the tensors, None for that of the parameters.
 
     Yields:
         Name and tensor, in the order of the layers.
+
+    Raises:
+        OffloadedError: a weight has no memory on the device.
     """
-    mine = {name: parameter.detach() for name, parameter in _named_parameters(chunks)}
+    mine = {name: _readable(name, p) for name, p in _named_parameters(chunks, spec)}
     table = tensor_map(spec, head)
     if head == "lm" and spec.tied:
         # The last stage of a pipeline has a copy of the embedding under this name.
         mine.pop(OUTPUT_LAYER, None)
         del table[OUTPUT_LAYER]
-    owners = _owners(mine)
+    owners = _owners(mine, spread=spec.num_experts > 0)
     unowned, unmapped = table.keys() - owners.keys(), owners.keys() - table.keys()
     assert not unowned, f"no rank holds {sorted(unowned)}"
     assert not unmapped, f"these have no Hugging Face name: {sorted(unmapped)}"
@@ -222,34 +255,74 @@ def export_hf(
             yield hf_name, part.to(dtype or part.dtype).contiguous()
 
 
-Owner = tuple[int, torch.Size, torch.dtype, str]
-"""Pipeline stage that holds a parameter, and the shape, dtype and device kind of its TP shard."""
+def _readable(name: str, parameter: Tensor | ShardedParameter) -> Tensor | ShardedParameter:
+    if isinstance(parameter, ShardedParameter):
+        return parameter
+    assert not is_managed(parameter), f"{name} is sharded: export the wrapper, not the bare chunk"
+    if parameter.numel() and not parameter.untyped_storage().nbytes():
+        raise OffloadedError(
+            f"{name} {list(parameter.shape)} has no memory on the device: "
+            'memory.load("params"), or memory.on_device("params"), must come before an export'
+        )
+    return parameter.detach()
 
 
-def _owners(mine: dict[str, Tensor]) -> dict[str, Owner]:
-    """Who holds each parameter. Collective over the PP group."""
+@dataclass(frozen=True, kw_only=True)
+class Owner:
+    """Where a parameter is, and what its TP or ETP shard looks like."""
+
+    stage: int
+    ep_rank: int
+    """Of an expert; a rank among several that have any other parameter."""
+    shape: torch.Size
+    dtype: torch.dtype
+    device: str
+
+
+def _owners(mine: Mapping[str, Tensor | ShardedParameter], *, spread: bool) -> dict[str, Owner]:
+    """Who holds each parameter. Collective over the PP group, and over the EP group if `spread`."""
     from megatron.core import parallel_state as ps
 
-    group, stage = ps.get_pipeline_model_parallel_group(), ps.get_pipeline_model_parallel_rank()
-    local = {name: (stage, t.shape, t.dtype, t.device.type) for name, t in mine.items()}
-    stages: list[dict[str, Owner]] = [{}] * group.size()
-    dist.all_gather_object(stages, local, group=group)
-    return {name: owner for held in stages for name, owner in held.items()}
+    stage, ep_rank = ps.get_pipeline_model_parallel_rank(), ps.get_expert_model_parallel_rank()
+    owners = {
+        name: Owner(
+            stage=stage, ep_rank=ep_rank, shape=t.shape, dtype=t.dtype, device=t.device.type
+        )
+        for name, t in mine.items()
+    }
+    groups = [ps.get_pipeline_model_parallel_group()]
+    if spread:
+        groups.append(ps.get_expert_model_parallel_group())
+    for group in groups:
+        gathered: list[dict[str, Owner]] = [{}] * group.size()
+        dist.all_gather_object(gathered, owners, group=group)
+        owners = {name: owner for held in gathered for name, owner in held.items()}
+    return owners
 
 
-def _gather(shard: Tensor | None, owner: Owner, entry: Entry) -> Tensor:
-    """The full Megatron tensor on every rank. Collective over the PP and TP groups."""
+def _gather(held: Tensor | ShardedParameter | None, owner: Owner, entry: Entry) -> Tensor:
+    """The full Megatron tensor on every rank. Collective over the PP and TP, or EP, PP and ETP.
+
+    One of Megatron's FSDP is gathered over DP first.
+    """
     from megatron.core import parallel_state as ps
 
-    stage, shape, dtype, device = owner
-    if shard is None:
-        shard = torch.empty(shape, dtype=dtype, device=device)
+    if held is None:
+        shard = torch.empty(owner.shape, dtype=owner.dtype, device=owner.device)
+    else:
+        shard = held.gather() if isinstance(held, ShardedParameter) else held
     pp_group, tp_group = (
         ps.get_pipeline_model_parallel_group(),
         ps.get_tensor_model_parallel_group(),
     )
+    if entry.is_expert:
+        tp_group = ps.get_expert_tensor_parallel_group()
+        ep_group = ps.get_expert_model_parallel_group()
+        # The ranks of an EP group are of one stage, so they all take the branch or none does.
+        if ep_group.size() > 1 and ps.get_pipeline_model_parallel_rank() == owner.stage:
+            dist.broadcast(shard, dist.get_global_rank(ep_group, owner.ep_rank), group=ep_group)
     if pp_group.size() > 1:
-        dist.broadcast(shard, dist.get_global_rank(pp_group, stage), group=pp_group)
+        dist.broadcast(shard, dist.get_global_rank(pp_group, owner.stage), group=pp_group)
     if entry.tp_dim is None or tp_group.size() == 1:
         return shard
     shards = [torch.empty_like(shard) for _ in range(tp_group.size())]

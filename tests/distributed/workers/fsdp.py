@@ -1,0 +1,223 @@
+"""Megatron's real FSDP on gloo ranks: updates, weight export, checkpoints, each against DDP.
+
+The program refuses FSDP on a CPU; here the refusal is told that the device is CUDA, and the one
+constant more is retargeted that Megatron's FSDP needs for it. Streams do nothing on a CPU, so what
+overlaps on a GPU runs in order.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megappo.checkpoint.store import CheckpointStore
+from megappo.config import Config, load
+from megappo.distributed import cpu_backend, fsdp, parallel
+from megappo.distributed.metrics import Tally
+from megappo.distributed.offload import PARTS, OffloadedError
+from megappo.errors import CheckpointError
+from megappo.models.spec import load_spec
+from megappo.models.weights import export_hf, save_hf
+from megappo.roles.actor import Actor
+from megappo.roles.critic import Critic
+from megappo.trainer import build
+from megappo.types import MiniBatch, RolloutBatch
+from tests.distributed.workers.update import made_up, share, whole_batch
+
+Weights = dict[str, torch.Tensor]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", type=Path)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--dtypes", nargs="+")
+    parser.add_argument("--overrides", nargs="*", default=[])
+    arguments = parser.parse_args()
+    pretend_cuda()
+    launch = parallel.LaunchEnvironment.read()
+    degrees = parallel.Degrees.of(load(arguments.config, arguments.overrides).parallel)
+    context = parallel.start(launch, degrees, device="cpu", seed=1, timeout_s=60)
+    for dtype in arguments.dtypes:
+        found = {}
+        for kind in ("ddp", "fsdp"):
+            overrides = [
+                *arguments.overrides,
+                f"model.dtype={dtype}",
+                f"parallel.fsdp={str(kind == 'fsdp').lower()}",
+                "parallel.overlap_param_gather=true",
+                "parallel.overlap_grad_reduce=true",
+            ]
+            config = load(arguments.config, overrides)
+            store = CheckpointStore(folder=arguments.out / dtype / kind, keep=9, context=context)
+            found[kind] = Run(config, context, store).run(arguments.out / dtype / f"{kind}_hf")
+        if not arguments.overrides:
+            found["errors"] = refusals(arguments.config, arguments.out / dtype, context)
+        torch.save(found, arguments.out / f"{dtype}.{context.rank}.pt")
+    parallel.stop(context)
+
+
+def pretend_cuda() -> None:
+    """Lets FSDP be built on the CPU: mcore_fsdp_adapter.py:91 writes a device as f"cuda:{...}"."""
+    check, retarget = fsdp.check, cpu_backend._retarget_constant
+    fsdp.check = lambda device, **rest: check("cuda", **rest)
+    cpu_backend._retarget_constant = lambda c: (
+        "" if isinstance(c, str) and c == "cuda:" else retarget(c)
+    )
+
+
+class Run:
+    """Actor and critic of one kind and dtype, and samples for them."""
+
+    def __init__(
+        self, config: Config, context: parallel.ParallelContext, store: CheckpointStore
+    ) -> None:
+        self.config, self.context, self.store = config, context, store
+        self.spec = load_spec(config.model.path)
+        self.actor, self.critic = self.build()
+        self.bare = dict(export_hf(self.build_bare(), self.spec))
+        self.batch = self.score()
+
+    def build(self) -> tuple[Actor, Critic]:
+        specs = dict.fromkeys(("actor", "critic", "reference"), self.spec)
+        actor, critic, _ = build.build_roles(
+            self.config, specs, self.context, total_optimizer_steps=8
+        )
+        return actor, critic
+
+    def build_bare(self) -> list[torch.nn.Module]:
+        network = build.build_network(
+            self.config, self.spec, self.config.model.path, "lm", self.context
+        )
+        return list(network.chunks)
+
+    def score(self) -> RolloutBatch:
+        batch = share(whole_batch(self.spec.vocab_size), self.context)
+        self.micro = [list(range(i, i + 2)) for i in range(0, len(batch), 2)]
+        old, _ = self.actor.log_probs(batch, self.micro)
+        values, _ = self.critic.values(batch, self.micro)
+        noise = torch.randn(old.shape, generator=torch.Generator().manual_seed(2))
+        return batch.with_fields(
+            old_log_probs=old,
+            values=made_up(values, batch),
+            ref_log_probs=old - 0.1,
+            advantages=noise,
+            returns=noise + 0.5,
+        )
+
+    def update(self, actor: Actor, critic: Critic, number: int) -> list[float]:
+        """One optimizer step of each model on half of the samples; their gradient norms."""
+        size = len(self.batch) // 2
+        part = self.batch.select(range((number % 2) * size, (number % 2 + 1) * size))
+        mini = MiniBatch(samples=part, micro_batches=tuple((i, i + 1) for i in range(0, size, 2)))
+        return [
+            critic.update(mini, Tally()),
+            actor.update(mini, Tally(), is_first=number == 0),
+        ]
+
+    def run(self, hf: Path) -> dict[str, Any]:
+        actor, critic = self.actor, self.critic
+        found: dict[str, Any] = {"bare": self.bare, "untrained": self.weights(actor, critic)}
+        norms = [self.update(actor, critic, n) for n in (0, 1)]
+        saved = self.store.save(2, models(actor, critic), {})
+        found["saved"] = self.weights(actor, critic)
+        found["saved_lr"] = actor.trainable.lr
+        norms.append(self.update(actor, critic, 2))
+        found["norms"], found["after"] = norms, self.weights(actor, critic)
+        found["new"], _ = actor.log_probs(self.batch, self.micro)
+        save_hf(actor.trainable.chunks, self.spec, self.config.model.path, hf)
+        found["held"] = sum(len(p.main.to_local().flatten()) for p in sharded(actor))
+        for name, (one, other) in {
+            "fresh": self.build(),
+            "rolled_back": (actor, critic),  # a gather of its first layer is under way
+        }.items():
+            self.store.load(saved, models(one, other))
+            found[f"{name}_loaded"] = self.weights(one, other)
+            found[f"{name}_lr"] = one.trainable.lr
+            found[f"{name}_norms"] = self.update(one, other, 2)
+            found[f"{name}_after"] = self.weights(one, other)
+        if not self.config.parallel.fsdp:
+            found |= self.late_gather()
+        return found
+
+    def late_gather(self) -> dict[str, Weights]:
+        """A checkpoint right after a step that leaves the gather to the next forward pass."""
+        trainable = self.actor.trainable
+        (chunk,) = trainable.chunks
+        trainable.zero_grad()
+        for parameter in chunk.module.parameters():
+            parameter.main_grad.fill_(0.5)
+        chunk.start_grad_sync()
+        chunk.finish_grad_sync()
+        trainable.step(settle=False)
+        saved = self.store.save(3, models(self.actor, self.critic), {})
+        trainable.settle()
+        found = {"late": self.weights(self.actor, self.critic)}
+        actor, critic = self.build()
+        self.store.load(saved, models(actor, critic))
+        return found | {"late_loaded": self.weights(actor, critic)}
+
+    def weights(self, actor: Actor, critic: Critic) -> Weights:
+        exported = export_hf(actor.trainable.chunks, self.spec)
+        found = {name: tensor.clone() for name, tensor in exported}
+        exported = export_hf(critic.trainable.chunks, self.spec, head="value")
+        return found | {f"critic.{name}": tensor.clone() for name, tensor in exported}
+
+
+def models(actor: Actor, critic: Critic) -> dict[str, Any]:
+    return {"actor": actor.trainable, "critic": critic.trainable}
+
+
+def sharded(actor: Actor) -> Iterator[fsdp.ShardedParameter]:
+    for chunk in actor.trainable.chunks:
+        if fsdp.is_sharded(chunk):
+            yield from fsdp.sharded_parameters(chunk)
+
+
+def refusals(path: Path, out: Path, context: parallel.ParallelContext) -> dict[str, str]:
+    """The message of everything that must be refused."""
+    messages: dict[str, str] = {}
+
+    @contextmanager
+    def noting(name: str, kind: type[Exception]) -> Iterator[None]:
+        try:
+            yield
+        except kind as error:
+            messages[name] = str(error)
+
+    def store(kind: str) -> CheckpointStore:
+        return CheckpointStore(folder=out / kind, keep=9, context=context)
+
+    ddp = Run(load(path, [f"actor.memory.{p}_offload=true" for p in ("param", "grad")]), context,
+              store("other"))  # fmt: skip
+    sharded_run = Run(load(path, ["parallel.fsdp=true"]), context, store("other"))
+    for run, other in ((ddp, "fsdp"), (sharded_run, "ddp")):
+        with noting(f"reads_{other}", CheckpointError):
+            run.store.load(out / other / "step_000002", models(run.actor, run.critic))
+    swapped = {"actor": sharded_run.critic.trainable, "critic": sharded_run.actor.trainable}
+    with noting("another_model", CheckpointError):
+        sharded_run.store.load(out / "fsdp" / "step_000002", swapped)
+    network = sharded_run.actor.policy.network
+    sharded_run.update(sharded_run.actor, sharded_run.critic, 0)
+    with noting("bare_chunk", AssertionError):
+        dict(export_hf(network.chunks, network.spec))
+    memory = ddp.actor.trainable.memory
+    assert memory is not None
+    memory.offload()
+    assert memory.parts == PARTS[:2]
+    with noting("export_away", OffloadedError):
+        dict(export_hf(ddp.actor.trainable.chunks, ddp.spec))
+    with noting("save_away", OffloadedError):
+        ddp.store.save(1, models(ddp.actor, ddp.critic), {})
+    with noting("load_away", OffloadedError):
+        ddp.store.load(out / "ddp" / "step_000002", models(ddp.actor, ddp.critic))
+    return messages
+
+
+if __name__ == "__main__":
+    main()
