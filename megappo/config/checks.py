@@ -80,6 +80,7 @@ def check_sections(config: Config) -> list[str]:
         )
     for name, role in (("actor", config.actor), ("critic", config.critic)):
         problems += _check_budget(config, name, role)
+    problems += _check_fsdp(config)
     algorithm, samples = config.algorithm, data.train_batch_size * rollout.n
     if algorithm.kl_ctrl == "adaptive":
         if not algorithm.kl_coef:
@@ -118,6 +119,27 @@ def _check_budget(config: Config, name: str, role: ActorSection | CriticSection)
         f"{config.rollout.max_response_length} = {longest} tokens must fit in one forward pass "
         f"(x CP {config.parallel.cp} = {budget}); raise it, or lower one of them"
     ]
+
+
+def _check_fsdp(config: Config) -> list[str]:
+    """Megatron's FSDP shards whole weights over DP, and moves memory by itself."""
+    layout = config.parallel
+    if not layout.fsdp:
+        return []
+    problems = [
+        f"parallel.{name} is {getattr(layout, name)} and parallel.fsdp is True: fully sharded data "
+        f"parallel is for whole models; set parallel.{name}=1 or parallel.fsdp=false"
+        for name in ("tp", "pp", "vpp", "ep", "etp")
+        if getattr(layout, name) > 1
+    ]
+    for role, memory in (("actor", config.actor.memory), ("critic", config.critic.memory)):
+        problems += [
+            f"{role}.memory.{part}_offload is True and parallel.fsdp is True: it frees weights by "
+            f"itself; set {role}.memory.{part}_offload=false or parallel.fsdp=false"
+            for part in ("param", "grad", "optimizer")
+            if getattr(memory, f"{part}_offload")
+        ]
+    return problems
 
 
 def check_device_features(config: Config, device: str) -> list[str]:

@@ -200,7 +200,9 @@ def make_trainable(
     """
     device = next(chunks[0].parameters()).device
     if fsdp:
-        fully_sharded.check(device.type, num_chunks=len(chunks), config=transformer_config)
+        fully_sharded.check(
+            device.type, num_chunks=len(chunks), config=transformer_config, offload=offload
+        )
         wrapped = fully_sharded.wrap(chunks, transformer_config)
     else:
         wrapped = _wrap(

@@ -13,7 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from megappo.checkpoint import layout
-from megappo.checkpoint.store import LAYOUT_FIELDS, check_layout, model_identity
+from megappo.checkpoint.store import (
+    LAYOUT_FIELDS,
+    check_format,
+    check_layout,
+    model_identity,
+)
 from megappo.config import Config, ConfigError
 from megappo.config.checks import BatchPlan, plan_batches
 from megappo.data.prompts import PromptDataset, check_files
@@ -211,6 +216,7 @@ def _check_run_dir(config: Config, plan: BatchPlan, specs: dict[str, ModelSpec])
         )
     state = layout.read_state(found)
     check_layout(state, {k: getattr(plan, k) for k in LAYOUT_FIELDS}, found)
+    check_format(state, found, fsdp=config.parallel.fsdp)
     for role in ("actor", "critic"):
         saved, now = state["models"][role], model_identity(specs[role])
         # A checkpoint of an earlier version lacks fields that its models could not have.

@@ -159,6 +159,13 @@ def test_a_layout_that_makes_no_sense_is_refused(make, override, expected):
     assert expected in str(error.value)
 
 
+def test_fully_sharded_data_parallel_is_for_whole_models_that_stay_on_the_device(make):
+    with pytest.raises(ConfigError) as error:
+        make("parallel.fsdp=true", "parallel.pp=2", "critic.memory.grad_offload=true")
+    assert "parallel.pp is 2 and parallel.fsdp is True" in str(error.value)
+    assert "critic.memory.grad_offload is True and parallel.fsdp is True" in str(error.value)
+
+
 def test_what_only_cuda_has_is_refused_on_a_cpu(make):
     config = make("model.fp8=hybrid", "parallel.fsdp=true")
     text = " ".join(check_device_features(config, "cpu"))
