@@ -13,8 +13,10 @@ import dataclasses
 import json
 import queue
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -180,11 +182,46 @@ def _sharded_state(model: Trainable, *, is_loading: bool) -> dict[str, Any]:
         key: chunk.module.sharded_state_dict(metadata=metadata)
         for key, chunk in zip(_chunk_keys(model), model.chunks, strict=True)
     }
-    state["optimizer"] = model.optimizer.sharded_state_dict(
-        state, is_loading=is_loading, metadata=metadata
-    )
+    with _places_without_padding(model):
+        state["optimizer"] = model.optimizer.sharded_state_dict(
+            state, is_loading=is_loading, metadata=metadata
+        )
     state["scheduler"] = model.scheduler.state_dict()
     return state
+
+
+@contextmanager
+def _places_without_padding(model: Trainable) -> Iterator[None]:
+    """Inside, buffers say where a parameter lies when the padding between buckets is left out.
+
+    Megatron gathers optimizer state without that padding (distrib_optimizer.py:1110 of
+    megatron-core 0.16.1) and then cuts it up by places that count it (:1470): with two buckets the
+    second one's weights and moments would be saved shifted, without an error. A bucket is padded
+    where its size is no multiple of 128 and DP; a tied embedding on the last stage has one of its
+    own.
+    """
+    buffers = [
+        buffer
+        for chunk in model.chunks
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ]
+    places = [buffer.param_index_map for buffer in buffers]
+    for buffer in buffers:
+        buffer.param_index_map = _unpadded_places(buffer)
+    try:
+        yield
+    finally:
+        for buffer, before in zip(buffers, places, strict=True):
+            buffer.param_index_map = before
+
+
+def _unpadded_places(buffer: Any) -> dict[Any, tuple[int, int, int]]:
+    padding = [bucket.grad_data.numel() - bucket.numel_unpadded for bucket in buffer.buckets]
+    before = [0, *accumulate(padding)]
+    return {
+        parameter: (start - before[bucket], end - before[bucket], bucket)
+        for parameter, (start, end, bucket) in buffer.param_index_map.items()
+    }
 
 
 def _save_model(folder: Path, model: Trainable) -> None:

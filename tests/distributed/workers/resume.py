@@ -1,0 +1,80 @@
+"""Saves after one update of actor and critic, and updates again from memory and from the files."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megappo.checkpoint.store import CheckpointStore
+from megappo.config import load
+from megappo.distributed import parallel
+from megappo.distributed.metrics import Tally
+from megappo.models.spec import load_spec
+from megappo.trainer.build import build_roles
+from megappo.trainer.preflight import model_paths
+from megappo.types import MiniBatch, RolloutBatch
+from tests.distributed.workers.offload import many_buckets
+from tests.distributed.workers.update import export, made_up, share, whole_batch
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", type=Path)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("overrides", nargs="*")
+    arguments = parser.parse_args()
+    config = load(arguments.config, arguments.overrides)
+    launch = parallel.LaunchEnvironment.read()
+    degrees = parallel.Degrees.of(config.parallel)
+    context = parallel.start(launch, degrees, device="cpu", seed=1, timeout_s=60)
+    specs = {role: load_spec(path) for role, path in model_paths(config).items()}
+
+    def build() -> dict[str, Any]:
+        with many_buckets(config):
+            actor, critic, _ = build_roles(config, specs, context, total_optimizer_steps=9)
+        return {"actor": actor, "critic": critic}
+
+    roles = build()
+    mini = minibatch(roles, share(whole_batch(specs["actor"].vocab_size), context))
+    update(roles, mini)
+    store = CheckpointStore(folder=arguments.out / "checkpoints", keep=1, context=context)
+    path = store.save(1, {n: r.trainable for n, r in roles.items()}, {"note": 1})
+    went_on = update(roles, mini)
+    fresh = build()
+    store.load(path, {n: r.trainable for n, r in fresh.items()})
+    resumed = update(fresh, mini)
+    store.load(path, {n: r.trainable for n, r in roles.items()})
+    rolled_back = update(roles, mini)
+    torch.save(
+        {"went_on": went_on, "resumed": resumed, "rolled_back": rolled_back},
+        arguments.out / f"rank{context.rank}.pt",
+    )
+    parallel.stop(context)
+
+
+def minibatch(roles: dict[str, Any], batch: RolloutBatch) -> MiniBatch:
+    passes = [list(range(i, i + 2)) for i in range(0, len(batch), 2)]
+    old, _ = roles["actor"].log_probs(batch, passes)
+    values, _ = roles["critic"].values(batch, passes)
+    values = made_up(values, batch)
+    batch = batch.with_fields(
+        old_log_probs=old, values=values, returns=values + 1, advantages=values, ref_log_probs=old
+    )
+    return MiniBatch(samples=batch, micro_batches=tuple(tuple(p) for p in passes))
+
+
+def update(roles: dict[str, Any], mini: MiniBatch) -> dict[str, Any]:
+    norms = [
+        roles["critic"].update(mini, Tally()),
+        roles["actor"].update(mini, Tally(), is_first=False),
+    ]
+    weights = dict(export(roles["actor"].policy.network, "lm"))
+    weights |= {f"critic.{k}": v for k, v in export(roles["critic"].network, "value").items()}
+    return {"norms": norms, "weights": weights, "lr": roles["actor"].trainable.lr}
+
+
+if __name__ == "__main__":
+    main()
