@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,13 @@ from megappo.errors import EXIT_DONE, EXIT_USAGE, UserError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code (2 for any mistake in the input)."""
     parser = _parser()
-    args = parser.parse_args(arguments)
+    args, rest = parser.parse_known_args(arguments)
+    # argparse takes key=value arguments in one place only; behind an option they are left over.
+    strange = [r for r in rest if r.startswith("-") or "=" not in r or args.run is not _check]
+    if strange:
+        parser.error(f"unrecognized arguments: {' '.join(strange)}")
+    if rest:
+        args.overrides += rest
     try:
         code: int = args.run(args)
     except UserError as error:
@@ -61,14 +68,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from megappo.config import load
+    from megappo.config import ConfigError, load
+    from megappo.config.checks import check_device_features
     from megappo.trainer.preflight import preflight
 
     config = load(args.config, args.overrides)
+    if config.device != "auto" and (problems := check_device_features(config, config.device)):
+        raise ConfigError("\n".join(problems))
     layout = config.parallel
     world_size = args.world_size
     if world_size is None:
-        world_size = layout.tp * layout.pp * layout.cp
+        dense, experts = layout.tp * layout.cp, layout.expert_tp * layout.ep
+        world_size = math.lcm(dense, experts) * layout.pp
     found = preflight(config, world_size)
     for line in found.plan.lines():
         sys.stdout.write(line + "\n")

@@ -31,6 +31,19 @@ if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
 
+FP8_TOKEN_MULTIPLE = {"tensorwise": 16, "delayed": 16, "blockwise": 128, "mxfp8": 32}
+"""Transformer Engine's fp8 products want a number of tokens that its scaling blocks divide."""
+
+
+def token_multiple(*, tp: int, sequence_parallel: bool, fp8_recipe: str | None) -> int:
+    """Tokens of a forward pass on one rank are a multiple of this.
+
+    Sequence parallelism splits them over TP; fp8 products want multiples of their own on each part.
+    """
+    split = tp if sequence_parallel else 1
+    return split * (FP8_TOKEN_MULTIPLE[fp8_recipe] if fp8_recipe else 1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Alignment:
     """What a layout asks of lengths, and this rank's share of a sequence."""
@@ -46,6 +59,11 @@ class Alignment:
         """Every sequence is padded to a multiple of this."""
         pieces = 2 * self.cp if self.cp > 1 else 1
         return pieces if self.packed else pieces * self.multiple_of
+
+    @property
+    def row_multiple(self) -> int:
+        """A packed row, over all CP ranks, is padded to a multiple of this."""
+        return math.lcm(self.sequence_multiple, self.cp * self.multiple_of)
 
     def padded(self, length: int) -> int:
         """Positions that a sequence of `length` tokens takes up in a packed row."""
@@ -152,8 +170,7 @@ def _layout(lengths: tuple[int, ...], align: Alignment) -> tuple[int, ...]:
     if not align.packed:
         return (max(padded),) * len(padded) if padded else (align.sequence_multiple,)
     # The padding sequence is cut like the others, so its length is a multiple of theirs too.
-    row_multiple = math.lcm(align.sequence_multiple, align.cp * align.multiple_of)
-    missing = -sum(padded) % row_multiple if padded else row_multiple
+    missing = -sum(padded) % align.row_multiple if padded else align.row_multiple
     return (*padded, missing) if missing else padded
 
 

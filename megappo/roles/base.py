@@ -14,7 +14,7 @@ from megappo.distributed.metrics import Tally
 from megappo.distributed.parallel import ParallelContext, sum_over_data
 from megappo.distributed.pipeline import broadcast_from_last_stage, run_forward
 from megappo.models.moe import router_segments, set_aux_loss, take_aux_loss
-from megappo.models.packing import Alignment, packed_seq_params
+from megappo.models.packing import Alignment, packed_seq_params, token_multiple
 from megappo.models.spec import ModelSpec
 from megappo.ppo.losses import local_denominator
 from megappo.roles.micro_batch import MicroBatch, cut
@@ -40,7 +40,11 @@ class Network:
     def alignment(self) -> Alignment:
         """What this layout asks of lengths."""
         return Alignment(
-            multiple_of=token_multiple(self.config),
+            multiple_of=token_multiple(
+                tp=self.context.tp,
+                sequence_parallel=self.config.sequence_parallel,
+                fp8_recipe=self.config.fp8_recipe if self.config.fp8 else None,
+            ),
             cp=self.context.cp,
             cp_rank=self.context.cp_rank,
             packed=self.packed,
@@ -110,19 +114,6 @@ class Network:
             rows = torch.tensor(micro.indices, dtype=torch.long, device=filled.device)
             filled[:, rows] = torch.stack(outputs)
         return list(broadcast_from_last_stage(sum_over_context(filled)).cpu())
-
-
-FP8_TOKEN_MULTIPLE = {"tensorwise": 16, "delayed": 16, "blockwise": 128, "mxfp8": 32}
-"""Transformer Engine's fp8 products want a number of tokens that its scaling blocks divide."""
-
-
-def token_multiple(config: Any) -> int:
-    """Tokens of a forward pass on one rank are a multiple of this.
-
-    Sequence parallelism splits them over TP; fp8 products want multiples of their own on each part.
-    """
-    split = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    return int(split * (FP8_TOKEN_MULTIPLE[config.fp8_recipe] if config.fp8 else 1))
 
 
 @dataclass(frozen=True, kw_only=True)

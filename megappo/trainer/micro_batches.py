@@ -6,7 +6,6 @@ which is why the probability ratio before the first optimizer step is exactly 1.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,17 +39,12 @@ class MicroBatchPlanner:
         mini_batch: int,
     ) -> MicroBatchPlanner:
         """A planner by a role's settings."""
-        budget = None
-        if role.use_dynamic_bsz:
-            # Rows are padded to this multiple, so a budget that is one is never passed.
-            row = math.lcm(alignment.sequence_multiple, context.cp * alignment.multiple_of)
-            budget = role.max_token_len_per_gpu * context.cp // row * row
         return cls(
             context=context,
             alignment=alignment,
             mini_batch=mini_batch,
             micro_batch=role.micro_batch_size,
-            max_tokens=budget,
+            max_tokens=token_budget(role, alignment) if role.use_dynamic_bsz else None,
         )
 
     def plan(self, lengths: Sequence[int]) -> list[list[list[int]]]:
@@ -79,6 +73,12 @@ class MicroBatchPlanner:
         if self.context.vp > 1:
             agreed = -(-agreed // self.context.pp) * self.context.pp
         return plan_micro_batches(lengths, max_tokens=max_tokens, num_micro_batches=agreed)
+
+
+def token_budget(role: ActorSection | CriticSection, alignment: Alignment) -> int:
+    """Most positions of a forward pass over all CP ranks, in whole multiples of a row's padding."""
+    row = alignment.row_multiple
+    return role.max_token_len_per_gpu * alignment.cp // row * row
 
 
 def as_passes(plan: Sequence[Sequence[Sequence[int]]], mini_batch: int) -> list[list[int]]:

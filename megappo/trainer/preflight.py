@@ -25,10 +25,12 @@ from megappo.data.prompts import PromptDataset, check_files
 from megappo.data.sampler import PromptSampler
 from megappo.errors import CheckpointError, ModelError, UserError
 from megappo.models.build import check_layout as check_model_layout
+from megappo.models.packing import Alignment, token_multiple
 from megappo.models.spec import ModelSpec, load_spec
 from megappo.models.weights import check_weights
 from megappo.rewards import resolve
 from megappo.rollout.sampling import end_token_ids
+from megappo.trainer.micro_batches import token_budget
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,7 @@ def preflight(config: Config, world_size: int, *, read_all_rows: bool = True) ->
     plan, problems = plan_batches(config, world_size)
     if plan is None:
         raise ConfigError("\n".join(problems))
+    _check_budgets(config)
     specs = _check_models(config)
     end_token_ids(config.model.path)  # a model without any would never end a response
     check_files(config.data.train_files, prompt_key=config.data.prompt_key)
@@ -122,6 +125,33 @@ def model_paths(config: Config) -> dict[str, str]:
     }
 
 
+def _check_budgets(config: Config) -> None:
+    """With its padding the longest sample must fit, or one rank alone would meet one that does not.
+
+    Raises:
+        ConfigError: with the numbers.
+    """
+    layout = config.parallel
+    alignment = Alignment(
+        multiple_of=token_multiple(
+            tp=layout.tp,
+            sequence_parallel=layout.sequence_parallel,
+            fp8_recipe=config.model.fp8_recipe if config.model.fp8 != "none" else None,
+        ),
+        cp=layout.cp,
+    )
+    longest = alignment.padded(config.data.max_prompt_length + config.rollout.max_response_length)
+    for name, role in (("actor", config.actor), ("critic", config.critic)):
+        budget = token_budget(role, alignment)
+        if role.use_dynamic_bsz and longest > budget:
+            raise ConfigError(
+                f"{name}.max_token_len_per_gpu is {role.max_token_len_per_gpu}: rows are padded to "
+                f"multiples of {alignment.row_multiple} in this layout, which leaves {budget} "
+                f"positions over CP {layout.cp} for the longest sample's {longest}; raise it by "
+                f"{alignment.row_multiple}"
+            )
+
+
 def wanted_layers(config: Config, spec: ModelSpec) -> Sequence[int]:
     """`parallel.pipeline_layers`, or nothing for a model of another depth than they describe."""
     wanted = config.parallel.pipeline_layers
@@ -147,9 +177,8 @@ def _check_models(config: Config) -> dict[str, ModelSpec]:
         )
         check_weights(path, spec, head="value" if role == "critic" else "lm")
         specs[role] = spec
-    if config.parallel.ep * config.parallel.etp > 1 and not any(
-        spec.num_experts for spec in specs.values()
-    ):
+    spreads_experts = config.parallel.ep > 1 or config.parallel.etp > 1
+    if spreads_experts and not any(spec.num_experts for spec in specs.values()):
         raise ConfigError(
             f"parallel.ep is {config.parallel.ep} and parallel.etp {config.parallel.etp}: none of "
             "the models has experts to spread; set them to 1 and 0"

@@ -87,6 +87,8 @@ MISTAKES = {
     "empty stop": (["rollout.stop=['']"], "a stop string must not be empty"),
     "no world": (["trainer.seed=-1"], "trainer.seed is -1"),
     "no cuda": (["device=cuda"], "finds no CUDA device"),
+    "fp8 on a CPU": (["model.fp8=hybrid", "model.dtype=bfloat16"], "model.fp8 is 'hybrid'"),
+    "FSDP on a CPU": (["parallel.fsdp=true"], "parallel.fsdp is True: Megatron's"),
 }
 
 
@@ -99,6 +101,34 @@ def test_a_training_run_refuses_a_mistake(root, name):
     assert result.stderr.startswith("error: "), result.stderr
     assert expected in result.stderr
     assert not (root / "run").exists()
+
+
+LAYOUT_MISTAKES = {
+    "no experts": (["parallel.ep=2"], "none of the models has experts to spread"),
+    "too many chunks": (
+        ["parallel.pp=2", "parallel.vpp=4", *["actor.micro_batch_size=2"]],
+        "4 layers do not fill 8 pipeline chunks",
+    ),
+    "wrong counts": (
+        ["parallel.pp=2", "parallel.pipeline_layers=[3,2]"],
+        "[3, 2] must be 2 counts over 0 (2 stages x 1 chunks) that add up to the model's 4 layers",
+    ),
+    "a budget that padding passes": (
+        ["parallel.tp=2", "parallel.sequence_parallel=true", "actor.use_dynamic_bsz=true",
+         "actor.max_token_len_per_gpu=131"],
+        "multiples of 2 in this layout, which leaves 130 positions",
+    ),
+    "FSDP on a CPU": (["parallel.fsdp=true", "device=cpu"], "parallel.fsdp is True"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYOUT_MISTAKES)
+def test_check_refuses_a_layout(root, name):
+    overrides, expected = LAYOUT_MISTAKES[name]
+    result = run(root, ["megappo.cli", "check"], "--world-size", "2", *overrides)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert expected in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_check_refuses_and_accepts_without_touching_anything(root):
