@@ -42,7 +42,9 @@ NORM_BOUND = 1e-5
 PARAMETER_BOUND = 1e-5
 """Largest difference of a parameter over the tensor's largest value."""
 LOSS_BOUND = 1e-5
-"""Largest difference of a loss over the largest loss of the run."""
+"""Largest difference of a loss or fraction over its own largest value in the run."""
+LOSS_FLOOR = 0.05
+"""That value counts as at least so much: a KL near 0 is a difference of larger numbers."""
 
 PROMPTS, SAMPLES_A_PROMPT, MINI_BATCH = 12, 2, 4
 STEPS = PROMPTS // MINI_BATCH
@@ -303,16 +305,16 @@ def train(config_path: Path, overrides: Sequence[str], *, empty_passes: int = 0)
         as_mini_batches(batch, actor_plan, size),
         as_mini_batches(batch, critic_plan, size),
         context,
+        gathers_late=config.parallel.overlap_param_gather,
     )
     found |= {
         "before": {"old": old, "entropy": entropy, "ref": ref, "values": values, "after": after},
         "rows": [p.row * SAMPLES_A_PROMPT + int(p.ground_truth) for p in batch.prompts],
-        "micro_batches": [len(mini) for mini in actor_plan],
-        "longest_pass": max(
-            cut.num_tokens
-            for mini in as_mini_batches(batch, actor_plan, size)
-            for cut in actor.policy.network.cut(mini.samples, mini.micro_batches)
-        ),
+        "micro_batches": [len(mini) for plan in (actor_plan, critic_plan) for mini in plan],
+        "longest_pass": {
+            "actor": _longest(actor.policy.network, as_mini_batches(batch, actor_plan, size)),
+            "critic": _longest(critic.network, as_mini_batches(batch, critic_plan, size)),
+        },
         "optimizer_bytes": _optimizer_bytes(actor) + _optimizer_bytes(critic),
         "degrees": dataclasses.asdict(degrees) | {"dp": context.dp},
     }
@@ -320,26 +322,44 @@ def train(config_path: Path, overrides: Sequence[str], *, empty_passes: int = 0)
     return found
 
 
+def _longest(network: Any, minis: Sequence[Any]) -> int:
+    """Most positions of a forward pass on this rank."""
+    cuts = [cut for mini in minis for cut in network.cut(mini.samples, mini.micro_batches)]
+    return max(cut.num_tokens for cut in cuts)
+
+
 def _update(
-    actor: Any, critic: Any, actor_minis: Sequence[Any], critic_minis: Sequence[Any], context: Any
+    actor: Any,
+    critic: Any,
+    actor_minis: Sequence[Any],
+    critic_minis: Sequence[Any],
+    context: Any,
+    *,
+    gathers_late: bool,
 ) -> dict[str, Any]:
-    """The optimizer steps, with what each of them must leave equal between ranks."""
+    """The optimizer steps, with what each of them must leave equal between ranks.
+
+    With `gathers_late` weights are whole only after the last: between steps the next forward pass
+    gathers them, as in training.
+    """
     from megappo.distributed.metrics import Tally, reduce_tally
     from megappo.models.weights import export_hf
 
     losses, norms, saved = [], [], []
     names = (*actor.means, *critic.means)
     tied, copies = True, True
-    for actor_mini, critic_mini in zip(actor_minis, critic_minis, strict=True):
+    for number, (actor_mini, critic_mini) in enumerate(
+        zip(actor_minis, critic_minis, strict=True), start=1
+    ):
+        settle = not gathers_late or number == STEPS
         tally = Tally()
         tally.declare(names, (*actor.MAXIMA, *critic.MAXIMA))
-        norms.append(critic.update(critic_mini, tally))
-        norms.append(actor.update(actor_mini, tally, is_first=False))
+        norms.append(critic.update(critic_mini, tally, settle=settle))
+        norms.append(actor.update(actor_mini, tally, is_first=False, settle=settle))
         metrics = reduce_tally(tally, context)
         losses += [metrics[name] for name in names]
         saved.append(metrics["perf/activations_gb/actor"])
-        for role in (actor, critic):
-            role.trainable.settle()
+        for role in (actor, critic) if settle else ():
             copies &= _copies_have_equal_gradients(role.trainable.chunks, context)
             tied &= _tied_weights_are_equal(role.trainable.chunks)
     weights = {}
@@ -583,13 +603,14 @@ def compare(results: Mapping[str, Sequence[Any]]) -> list[Comparison]:
 
 
 def _compare_one(name: str, ranks: Sequence[Any], alone: Any) -> Comparison:
-    largest = max(abs(x) for x in alone["losses"])
+    count = len(alone["loss_names"])
+    largest = [max(map(abs, alone["losses"][i::count])) for i in range(count)]
     return Comparison(
         name=name,
         loss=max(
-            abs(a - b) / largest
+            abs(a - b) / max(largest[i % count], LOSS_FLOOR)
             for rank in ranks
-            for a, b in zip(rank["losses"], alone["losses"], strict=True)
+            for i, (a, b) in enumerate(zip(rank["losses"], alone["losses"], strict=True))
         ),
         norm=max(
             abs(a - b) / b

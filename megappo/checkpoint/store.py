@@ -25,7 +25,7 @@ import torch
 from megappo.checkpoint import layout
 from megappo.distributed.fsdp import is_sharded
 from megappo.distributed.grad_sync import Trainable
-from megappo.distributed.offload import PARTS
+from megappo.distributed.offload import Part, inner_optimizers, on_device
 from megappo.distributed.parallel import ParallelContext, all_ranks_or_none, barrier
 from megappo.errors import CheckpointError
 
@@ -111,8 +111,9 @@ def check_layout(state: Mapping[str, Any], now: Mapping[str, int], checkpoint: P
     Raises:
         CheckpointError: with the degrees of both.
     """
-    saved = state["layout"]
-    differing = [f"{k} {saved.get(k, 1)} -> {v}" for k, v in now.items() if saved.get(k, 1) != v]
+    # What an earlier version did not write: no chunks, and experts' degrees of a dense model.
+    saved = {"vp": 1, "ep": 1, "etp": state["layout"]["tp"]} | state["layout"]
+    differing = [f"{k} {saved[k]} -> {v}" for k, v in now.items() if saved[k] != v]
     if differing:
         raise CheckpointError(
             f"{checkpoint} was saved in another layout (checkpoint -> now): "
@@ -224,8 +225,15 @@ def _unpadded_places(buffer: Any) -> dict[Any, tuple[int, int, int]]:
     }
 
 
+_SAVED_PARTS: tuple[Part, ...] = ("params", "optimizer")
+
+
 def _save_model(folder: Path, model: Trainable) -> None:
-    _require_whole(model)
+    with on_device(model.memory, *_SAVED_PARTS):
+        _write_model(folder, model)
+
+
+def _write_model(folder: Path, model: Trainable) -> None:
     # A gather that a step left to the next forward pass: a rank would write old weights.
     model.settle()
     if is_sharded(model.chunks[0]):
@@ -260,13 +268,18 @@ def _keep_results_in_process() -> None:
         filesystem_async._results_queue = queue.Queue()
 
 
-def _require_whole(model: Trainable) -> None:
-    if model.memory is not None:
-        model.memory.require(*PARTS)
-
-
 def _load_model(folder: Path, model: Trainable) -> None:
-    _require_whole(model)
+    with on_device(model.memory, *_SAVED_PARTS):
+        _read_model(folder, model)
+    # Megatron keeps Adam's step with the parameter groups, which come from rank 0. A group that is
+    # empty there (experts, where the first stage has none) has no step; others would start anew.
+    for optimizer in inner_optimizers(model.optimizer):
+        for group in optimizer.param_groups:
+            if model.scheduler.num_steps:
+                group["step"] = model.scheduler.num_steps
+
+
+def _read_model(folder: Path, model: Trainable) -> None:
     # The scheduler adds loaded steps to those it has (optimizer_param_scheduler.py:384).
     model.scheduler.num_steps = 0
     if is_sharded(model.chunks[0]):

@@ -40,7 +40,8 @@ class BatchPlan:
     def lines(self) -> list[str]:
         """What is printed at the start of a run."""
         chunks = f" ({self.vp} chunks a stage)" if self.vp > 1 else ""
-        experts = f"; experts EP {self.ep} x ETP {self.etp}" if self.ep * self.etp > 1 else ""
+        spread = self.ep > 1 or self.etp != self.tp
+        experts = f"; experts EP {self.ep} x ETP {self.etp}" if spread else ""
         return [
             f"parallel   {self.world_size} ranks = TP {self.tp} x PP {self.pp}{chunks} x CP "
             f"{self.cp} x DP {self.dp}{experts}",

@@ -62,7 +62,7 @@ def check_layout(
         if count % tp:
             raise ModelError(
                 f"{what} must divide over the tensor-parallel ranks: {count} over {tp}; "
-                f"choose a tensor_parallel_size that divides {count}"
+                f"choose a parallel.tp that divides {count}"
             )
     chunk_layers(spec.num_layers, pp=pp, vp=vp, wanted=pipeline_layers)
 

@@ -43,21 +43,21 @@ class BalancedRouter(TopKRouter):  # type: ignore[misc]
     def __init__(self, config: Any, pg_collection: Any = None) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         self.aux_scale = 0.0
-        """Factor on the gradient of each sequence's loss; 0 computes no loss."""
+        """Factor on the gradient of each sequence's loss; 0 leaves gradients as they are."""
         self.aux_loss = torch.zeros((), device=self.weight.device)
         """Sum of this rank's parts since it was last read, float32, without `aux_scale`."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Weights [n, E] of the chosen experts, and which they are, [n, E] bool.
 
-        Collective over the TP x CP ranks where gradients are taken with a loss.
+        Collective over the TP x CP ranks where gradients are taken.
 
         Args:
             logits: [S, B, E]
-            padding_mask: [S, B] int, sequence numbers from 1, 0 for padding; needed for a loss.
+            padding_mask: [S, B] int, sequence numbers from 1, 0 for padding; needed in training.
         """
         weights, chosen = super().routing(logits)
-        if self.aux_scale == 0.0 or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return weights, chosen
         assert padding_mask is not None, "the balance loss needs the numbers of the sequences"
         part = balance_loss(
@@ -68,6 +68,8 @@ class BalancedRouter(TopKRouter):  # type: ignore[misc]
             group=self.tp_cp_group,
         )
         self.aux_loss = self.aux_loss.to(part.device) + part.detach()
+        if self.aux_scale == 0.0:  # measured all the same: without the loss a router may collapse
+            return weights, chosen
         return MoEAuxLossAutoScaler.apply(weights, self.aux_scale * part), chosen
 
 

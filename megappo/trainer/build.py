@@ -210,7 +210,7 @@ def build_roles(
         return build_network(config, specs[role], paths[role], head, context, recompute=recompute)
 
     def trainable(name: str, net: Network, role: ActorSection | CriticSection) -> Trainable:
-        return make_trainable(
+        made = make_trainable(
             name,
             net.chunks,
             net.config,
@@ -225,6 +225,10 @@ def build_roles(
                 optimizer=role.memory.optimizer_offload,
             ),
         )
+        # At once, so that the next model and the engine find the memory free.
+        if made.memory is not None:
+            made.memory.offload()
+        return made
 
     actor_net = network("actor", "lm", config.actor.memory.recompute)
     actor_trainable = trainable("actor", actor_net, config.actor)
@@ -250,13 +254,13 @@ def build_roles(
     for chunk in net.chunks:
         chunk.requires_grad_(False)
     parts = chosen_parts(params=config.reference.param_offload, grads=False, optimizer=False)
-    reference = Policy(
-        network=net,
-        chunks=net.chunks,
-        temperature=temperature,
-        memory=Offloader("reference", net.chunks, parts=parts),
+    memory = Offloader("reference", net.chunks, parts=parts)
+    memory.offload()
+    return (
+        actor,
+        critic,
+        Policy(network=net, chunks=net.chunks, temperature=temperature, memory=memory),
     )
-    return actor, critic, reference
 
 
 def _kl_controller(config: Config) -> KLController:

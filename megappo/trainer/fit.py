@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,13 +100,6 @@ class Run:
     def _models(self) -> dict[str, Trainable]:
         return {"actor": self.trainer.actor.trainable, "critic": self.trainer.critic.trainable}
 
-    @contextmanager
-    def _all_on_device(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for model in self._models().values():
-                stack.enter_context(on_device(model.memory))
-            yield
-
     def _save(self, step: int) -> None:
         trainer = self.trainer
         state = {
@@ -122,14 +114,12 @@ class Run:
                 "critic": model_identity(trainer.critic.network.spec),
             },
         }
-        with self._all_on_device():
-            path = self.store.save(step, self._models(), state)
+        path = self.store.save(step, self._models(), state)
         self._event("saved", step, path=str(path))
 
     def _resume(self, checkpoint: Path) -> None:
         trainer = self.trainer
-        with self._all_on_device():
-            state = self.store.load(checkpoint, self._models())
+        state = self.store.load(checkpoint, self._models())
         trainer.sampler.load_state_dict(state["sampler"])
         trainer.estimator.kl_controller.load_state_dict(state["kl_controller"])
         trainer.step_number = int(state["step"])

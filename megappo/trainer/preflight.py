@@ -162,19 +162,7 @@ def _check_models(config: Config) -> dict[str, ModelSpec]:
     specs: dict[str, ModelSpec] = {}
     for role, path in model_paths(config).items():
         spec = load_spec(path, trust_remote_code=config.model.trust_remote_code)
-        layout = config.parallel
-        check_model_layout(
-            spec,
-            tp=layout.tp,
-            pp=layout.pp,
-            vp=layout.vpp,
-            ep=layout.ep if spec.num_experts else 1,
-            etp=layout.expert_tp if spec.num_experts else None,
-            sequence_parallel=layout.sequence_parallel,
-            pipeline_layers=(
-                layout.pipeline_layers if role == "actor" else wanted_layers(config, spec)
-            ),
-        )
+        _check_split(config, role, path, spec)
         check_weights(path, spec, head="value" if role == "critic" else "lm")
         specs[role] = spec
     spreads_experts = config.parallel.ep > 1 or config.parallel.etp > 1
@@ -197,6 +185,25 @@ def _check_models(config: Config) -> dict[str, ModelSpec]:
                 f"{specs['actor'].vocab_size}: all roles must read the same token ids"
             )
     return specs
+
+
+def _check_split(config: Config, role: str, path: str, spec: ModelSpec) -> None:
+    layout = config.parallel
+    try:
+        check_model_layout(
+            spec,
+            tp=layout.tp,
+            pp=layout.pp,
+            vp=layout.vpp,
+            ep=layout.ep if spec.num_experts else 1,
+            etp=layout.expert_tp if spec.num_experts else None,
+            sequence_parallel=layout.sequence_parallel,
+            pipeline_layers=(
+                layout.pipeline_layers if role == "actor" else wanted_layers(config, spec)
+            ),
+        )
+    except ModelError as error:
+        raise ModelError(f"the {role} ({path}): {error}") from error
 
 
 def _load_tokenizer(config: Config) -> Any:

@@ -95,13 +95,11 @@ def test_the_experts_balance_loss_takes_part(results):
 
 @pytest.mark.parametrize("name", [n for n in table.LAYOUTS if "dynamic" in n])
 def test_a_token_budget_is_never_passed_and_the_number_of_passes_is_agreed(results, name):
-    layout = table.LAYOUTS[name]
-    budget = next(
-        int(o.partition("=")[2]) for o in layout.overrides if o.startswith("actor.max_token")
-    )
     ranks = results[name]
     for rank in ranks:
-        assert rank["longest_pass"] <= budget
+        # As DYNAMIC has them.
+        assert rank["longest_pass"]["actor"] <= 70
+        assert rank["longest_pass"]["critic"] <= 64
         assert rank["micro_batches"] == ranks[0]["micro_batches"]
         if rank["degrees"]["vp"] > 1:
             assert all(n % rank["degrees"]["pp"] == 0 for n in rank["micro_batches"])

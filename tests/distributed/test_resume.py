@@ -25,8 +25,13 @@ LAYOUTS = {
         ["parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true"],
     ),
     "ep2": ("qwen3_moe", ["parallel.ep=2"]),
+    "moe_pp2_dense_first": ("dense_first", ["parallel.pp=2"]),
     "moe_tp2_sp": ("qwen3_moe", ["parallel.tp=2", "parallel.sequence_parallel=true"]),
 }
+
+
+DENSE_FIRST_STAGE = {"mlp_only_layers": [0, 1]}
+"""Then the first stage has no experts, so its expert optimizer is empty."""
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +40,8 @@ def configs(tmp_path_factory):
     for family in ("qwen2", "qwen3_moe"):
         folder = tmp_path_factory.mktemp(family)
         made[family] = make_run(folder, family=family)
+    folder = tmp_path_factory.mktemp("dense_first")
+    made["dense_first"] = make_run(folder, family="qwen3_moe", **DENSE_FIRST_STAGE)
     return made
 
 
