@@ -78,6 +78,8 @@ class RolloutBatch:
     """[B] float32, what the reward gave."""
     old_log_probs: Tensor | None = None
     """[B, T] float32, by the actor before the update."""
+    rollout_is_weights: Tensor | None = None
+    """[B, T] float32, factor of each token's policy loss against the engine-trainer gap."""
     ref_log_probs: Tensor | None = None
     """[B, T] float32, by the reference."""
     values: Tensor | None = None

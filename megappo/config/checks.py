@@ -82,6 +82,7 @@ def check_sections(config: Config) -> list[str]:
     for name, role in (("actor", config.actor), ("critic", config.critic)):
         problems += _check_budget(config, name, role)
     problems += _check_fsdp(config)
+    problems += _check_ratio(config)
     algorithm, samples = config.algorithm, data.train_batch_size * rollout.n
     if algorithm.kl_ctrl == "adaptive":
         if not algorithm.kl_coef:
@@ -98,6 +99,36 @@ def check_sections(config: Config) -> list[str]:
                 "algorithm.kl_ctrl is 'adaptive': it steers the KL in the reward; set "
                 "algorithm.use_kl_in_reward=true"
             )
+    return problems
+
+
+def _check_ratio(config: Config) -> list[str]:
+    """Engine log-probs may stand in a ratio only where they are those of the trainer's softmax.
+
+    With top_p or top_k the engine renormalises over the tokens that it keeps. Over the trainer's
+    probabilities that makes a ratio of the kept mass for a policy that did not change.
+    """
+    rollout, algorithm = config.rollout, config.algorithm
+    problems = []
+    used = {
+        "actor.use_rollout_log_probs": (config.actor.use_rollout_log_probs, "false"),
+        "algorithm.rollout_is": (algorithm.rollout_is, "none"),
+        "algorithm.rollout_rs": (algorithm.rollout_rs, "none"),
+    }
+    for key, (value, off) in used.items():
+        if rollout.truncates and value not in (False, "none"):
+            problems.append(
+                f"{key} is {value!r}: with rollout.top_p {rollout.top_p} and rollout.top_k "
+                f"{rollout.top_k} the engine's log-probs are of the kept tokens alone, and their "
+                f"ratio to the trainer's is wrong; set rollout.top_p=1 and rollout.top_k=-1, or "
+                f"{key}={off}"
+            )
+    if config.actor.use_rollout_log_probs and algorithm.rollout_is != "none":
+        problems.append(
+            f"algorithm.rollout_is is {algorithm.rollout_is!r}: with actor.use_rollout_log_probs "
+            "the ratio is against the engine already, and weights would correct twice; set one of "
+            "them off"
+        )
     return problems
 
 

@@ -5,6 +5,7 @@ The other sections, and what they all have in common, stand in `sections.py`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +13,7 @@ from megappo.config.fields import Problems, opt, section
 from megappo.config.layout import MemorySection
 
 A = "actor_rollout_ref.actor."
+C = "algorithm.rollout_correction."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +43,31 @@ class AlgorithmSection:
         0.1, "nats: mean over a sample's tokens", verl="algorithm.kl_ctrl.target_kl"
     )
     horizon: float = opt(10000.0, "samples; speed of control", verl="algorithm.kl_ctrl.horizon")
+    rollout_is: Literal["none", "token", "sequence"] = opt(
+        "none", "weigh the policy loss by trainer over engine probability, of a token or a sample",
+        verl=C + "rollout_is",
+    )  # fmt: skip
+    rollout_is_threshold: float = opt(
+        2.0, "largest weight of rollout_is", verl=C + "rollout_is_threshold"
+    )
+    rollout_rs: Literal["none", "token", "sequence"] = opt(
+        "none", "leave out tokens, or samples, whose weight is outside [1 / threshold, threshold]",
+        verl=C + "rollout_rs",
+    )  # fmt: skip
+    rollout_rs_threshold: float = opt(
+        2.0, "largest weight that rollout_rs keeps", verl=C + "rollout_rs_threshold"
+    )
 
     def __post_init__(self) -> None:
         p = Problems()
         p.within(0, 1, gamma=self.gamma, lam=self.lam)
         p.not_negative(kl_coef=self.kl_coef)
         p.positive(target_kl=self.target_kl, horizon=self.horizon)
+        for name, value in (
+            ("rollout_is_threshold", self.rollout_is_threshold),
+            ("rollout_rs_threshold", self.rollout_rs_threshold),
+        ):
+            p.require(1 < value < math.inf, name, value, "it must be over 1 and finite; 2 is usual")
         _check_kl_kind(p, "kl_penalty", self.kl_penalty)
         p.done()
 
@@ -121,6 +142,10 @@ class ActorSection:
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = opt(
         "token-mean", "what the loss is a mean of", verl=A + "loss_agg_mode"
     )
+    use_rollout_log_probs: bool = opt(
+        False, "the ratio is against the engine's log-probs instead of the trainer's old ones",
+        verl=C + "bypass_mode",
+    )  # fmt: skip
     ppo_epochs: int = opt(1, "passes over a step's samples", verl=A + "ppo_epochs")
     mini_batch_size: int = opt(
         64, "prompts an optimizer step, all ranks", verl=A + "ppo_mini_batch_size"

@@ -83,10 +83,11 @@ class ValSamplingSection:
     top_p: float = opt(1.0, "nucleus", verl=R + "val_kwargs.top_p")
     top_k: int = opt(-1, "-1 keeps all", verl=R + "val_kwargs.top_k")
     n: int = opt(1, "responses a validation prompt", verl=R + "val_kwargs.n")
+    max_response_length: int = opt(0, "most tokens of a response; 0: as many as in training")
 
     def __post_init__(self) -> None:
         p = Problems()
-        p.not_negative(temperature=self.temperature)
+        p.not_negative(temperature=self.temperature, max_response_length=self.max_response_length)
         p.positive(n=self.n)
         p.require(0 < self.top_p <= 1, "top_p", self.top_p, "it must lie in (0, 1]")
         p.require(self.top_k == -1 or self.top_k > 0, "top_k", self.top_k, "-1, or over 0")
@@ -102,6 +103,9 @@ class RolloutSection:
     top_p: float = opt(1.0, "nucleus; 1 keeps all", verl=R + "top_p")
     top_k: int = opt(-1, "likeliest tokens kept; -1 keeps all", verl=R + "top_k")
     stop: list[str] = opt([], "strings that end a response, besides the model's end tokens")
+    stop_token_ids: list[int] = opt(
+        [], "tokens that end a response and are its last, besides the model's end tokens"
+    )
     max_response_length: int = opt(
         512, "most tokens of a response", verl="data.max_response_length"
     )
@@ -114,6 +118,16 @@ class RolloutSection:
     )
     timeout_s: float = opt(600.0, "an engine that gives no answer for so long has failed")
     val: ValSamplingSection = section(ValSamplingSection, "sampling for validation")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether training leaves out tokens: log-probs are then of the kept ones (engine)."""
+        return self.top_p < 1 or self.top_k != -1
+
+    @property
+    def val_response_length(self) -> int:
+        """Most tokens of a validation response."""
+        return self.val.max_response_length or self.max_response_length
 
     def __post_init__(self) -> None:
         p = Problems()
@@ -132,6 +146,10 @@ class RolloutSection:
         p.require(0 < self.top_p <= 1, "top_p", self.top_p, "it must lie in (0, 1]")
         p.require(self.top_k == -1 or self.top_k > 0, "top_k", self.top_k, "-1, or over 0")
         p.require(all(self.stop), "stop", self.stop, "a stop string must not be empty")
+        p.require(
+            all(token >= 0 for token in self.stop_token_ids), "stop_token_ids", self.stop_token_ids,
+            "a token id is 0 or more",
+        )  # fmt: skip
         p.within(0.05, 0.95, gpu_memory_utilization=self.gpu_memory_utilization)
         p.done()
 
@@ -224,15 +242,21 @@ class CheckpointSection:
 
 @dataclass(frozen=True, kw_only=True)
 class GuardSection:
-    """Conditions that stop a run (exit code 3) because going on would train on wrong numbers."""
+    """Conditions that stop a run (exit code 3), or only warn, because its numbers look wrong."""
 
     max_log_prob_diff: float = opt(
         0.5, "largest mean |engine - trainer| log-prob difference of a step, nats; 0 does not check"
     )
+    warn_log_prob_diff: float = opt(
+        0.1, "mean difference, nats, over which a step is reported on the screen and in "
+        "events.jsonl; 0 does not warn",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         p = Problems()
-        p.not_negative(max_log_prob_diff=self.max_log_prob_diff)
+        p.not_negative(
+            max_log_prob_diff=self.max_log_prob_diff, warn_log_prob_diff=self.warn_log_prob_diff
+        )
         p.done()
 
 

@@ -2,7 +2,8 @@
 
 Log-probs are of logits / temperature, the distribution that the samples were drawn from. The pass
 before the update and the update itself use the same micro-batches, so that before the first
-optimizer step of a batch the probability ratio is exactly 1, bit for bit.
+optimizer step of a batch the probability ratio is exactly 1, bit for bit. With
+`use_rollout_log_probs` the loss takes the ratio to the engine's log-probs, which is only near 1.
 """
 
 from __future__ import annotations
@@ -113,7 +114,8 @@ class Actor:
         Collective over the world.
 
         Args:
-            mini: with old_log_probs, advantages and, for a KL loss, ref_log_probs.
+            mini: with old_log_probs, advantages and, for a KL loss, ref_log_probs;
+                rollout_is_weights multiply the policy loss where they are set.
             tally: gets the metrics of this rank's tokens.
             is_first: no step was taken since `old_log_probs`; their ratio is then measured.
             settle: False if another update follows at once; see `Trainable.step`.
@@ -152,7 +154,7 @@ class Actor:
         old = samples.old_log_probs.to(device)
         pg = policy_loss(
             log_probs,
-            old,
+            samples.rollout_log_probs.to(device) if s.use_rollout_log_probs else old,
             samples.advantages.to(device),
             mask,
             clip_ratio_low=s.clip_low,
@@ -161,8 +163,10 @@ class Actor:
         )
         weights = aggregation_weights(samples.response_mask, s.loss_agg_mode).to(device)
         denominator = self.policy.network.denominator(samples.response_mask, s.loss_agg_mode)
-        parts = {"actor/pg_loss": pg.loss}
         loss = pg.loss
+        if samples.rollout_is_weights is not None:
+            loss = loss * samples.rollout_is_weights.to(device)
+        parts = {"actor/pg_loss": loss}
         if s.entropy_coeff > 0:
             parts["actor/update_entropy"] = torch.where(mask, entropy, 0.0)
             loss = loss - s.entropy_coeff * parts["actor/update_entropy"]

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from megappo.distributed.metrics import Tally
+from megappo.ppo.corrections import effective_share, mismatch
 from megappo.types import RolloutBatch
 
+MISMATCH = {
+    "diff": "rollout/log_prob_diff_mean",
+    "k3": "rollout/k3_kl",
+    "share": "rollout/log_prob_diff_over_0.1",
+    "token_weight": "rollout/token_weight",
+    "token_weight_sq": "rollout/token_weight_sq",
+    "sequence_weight": "rollout/sequence_weight",
+    "sequence_weight_sq": "rollout/sequence_weight_sq",
+}
+"""Figures of `ppo.corrections.Mismatch`, and the means they are reduced as; `finish` turns those of
+weights into effective sample sizes."""
+
 MEANS = (
+    *MISMATCH.values(),
     "critic/score/mean",
     "critic/rewards/mean",
     "critic/advantages/mean",
@@ -18,7 +33,6 @@ MEANS = (
     "response_length/mean",
     "response_length/clip_ratio",
     "prompt_length/mean",
-    "rollout/log_prob_diff_mean",
 )
 MAXIMA = (
     "critic/score/max",
@@ -39,7 +53,6 @@ def add_batch(tally: Tally, batch: RolloutBatch, entropy: Tensor) -> None:
     mask, scores = batch.response_mask, batch.scores
     assert scores is not None
     assert batch.rewards is not None
-    assert batch.old_log_probs is not None
     count, tokens = len(batch), int(mask.sum())
     tally.add("critic/score/mean", scores.sum().item(), count)
     tally.add("critic/rewards/mean", batch.rewards.sum().item(), count)
@@ -55,16 +68,32 @@ def add_batch(tally: Tally, batch: RolloutBatch, entropy: Tensor) -> None:
     tally.add("response_length/mean", sum(batch.response_lengths), count)
     tally.add("response_length/clip_ratio", cut, count)
     tally.add("prompt_length/mean", sum(len(p.token_ids) for p in batch.prompts), count)
-    diff = (batch.rollout_log_probs - batch.old_log_probs)[mask].abs().double()
-    tally.add("rollout/log_prob_diff_mean", diff.sum().item(), tokens)
     if count:
         tally.add_max("critic/score/max", scores.max().item())
         tally.add_max("critic/score/neg_min", -scores.min().item())
         tally.add_max("response_length/max", max(batch.response_lengths))
-    if tokens:
-        tally.add_max("rollout/log_prob_diff_max", _nan_is_largest(diff).item())
 
 
-def _nan_is_largest(x: Tensor) -> Tensor:
-    """Maximum that shows a NaN as infinity instead of hiding it."""
-    return torch.nan_to_num(x, nan=float("inf")).max()
+def add_mismatch(tally: Tally, sampled: RolloutBatch) -> None:
+    """Adds how far engine and trainer are apart on one rank's samples; see `add_batch`.
+
+    Args:
+        tally: of this rank.
+        sampled: with old_log_probs, and with the mask of everything that was sampled: what a
+            correction rejects must not vanish from the figures that it is judged by.
+    """
+    assert sampled.old_log_probs is not None
+    found = mismatch(sampled.old_log_probs, sampled.rollout_log_probs, sampled.response_mask)
+    for name, (total, count) in found.means.items():
+        tally.add(MISMATCH[name], total, count)
+    tally.add_max("rollout/log_prob_diff_max", found.diff_max)
+
+
+def finish(reduced: Mapping[str, float]) -> dict[str, float]:
+    """Metrics from reduced means and maxima: a minimum, and the effective sample sizes."""
+    found = dict(reduced)
+    found["critic/score/min"] = -found.pop("critic/score/neg_min")
+    for level in ("token", "sequence"):
+        mean, square = found.pop(f"rollout/{level}_weight"), found.pop(f"rollout/{level}_weight_sq")
+        found[f"rollout/eff_sample_size_{level}"] = effective_share(mean, square)
+    return found

@@ -26,6 +26,7 @@ from megappo.rollout.sampling import SamplingSettings, end_token_ids
 from megappo.rollout.sglang_engine import EngineSettings, SGLangEngine
 from megappo.rollout.worker import RolloutWorker
 from megappo.trainer.balance import Balancer
+from megappo.trainer.corrector import Correction, Corrector
 from megappo.trainer.estimate import Estimator
 from megappo.trainer.evaluate import Evaluator
 from megappo.trainer.guard import Guard
@@ -85,6 +86,7 @@ def build_trainer(
             critic_warmup=config.trainer.critic_warmup,
         ),
         balancer=_balancer(config, found, context, mini_batch),
+        corrector=make_corrector(config),
         memory=ModelMemory(
             trained=(actor.trainable, critic.trainable),
             reference=None if reference is None else reference.memory,
@@ -113,6 +115,18 @@ def _balancer(
     )
 
 
+def make_corrector(config: Config) -> Corrector | None:
+    """What is done about the engine-trainer gap, if anything."""
+    settings = config.algorithm
+
+    def correction(level: str, threshold: float) -> Correction | None:
+        return None if level == "none" else Correction(level=level, threshold=threshold)
+
+    weigh = correction(settings.rollout_is, settings.rollout_is_threshold)
+    reject = correction(settings.rollout_rs, settings.rollout_rs_threshold)
+    return Corrector(weigh=weigh, reject=reject) if weigh or reject else None
+
+
 def build_evaluator(config: Config, found: Preflight, context: ParallelContext) -> Evaluator | None:
     """Validation, where there are files for it."""
     if found.val_set is None:
@@ -122,12 +136,12 @@ def build_evaluator(config: Config, found: Preflight, context: ParallelContext) 
         dataset=found.val_set,
         sources=found.val_sources,
         sampling=SamplingSettings(
-            max_new_tokens=config.rollout.max_response_length,
+            max_new_tokens=config.rollout.val_response_length,
             temperature=val.temperature,
             top_p=val.top_p,
             top_k=val.top_k,
             stop=tuple(config.rollout.stop),
-            stop_token_ids=end_token_ids(config.model.path),
+            stop_token_ids=_stop_token_ids(config),
         ),
         n=val.n,
         scorer=make_scorer(config),
@@ -278,8 +292,13 @@ def _sampling(config: Config) -> SamplingSettings:
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         stop=tuple(rollout.stop),
-        stop_token_ids=end_token_ids(config.model.path),
+        stop_token_ids=_stop_token_ids(config),
     )
+
+
+def _stop_token_ids(config: Config) -> tuple[int, ...]:
+    """The model's end tokens and the user's, ascending."""
+    return tuple(sorted({*end_token_ids(config.model.path), *config.rollout.stop_token_ids}))
 
 
 def _engine_settings(config: Config, context: ParallelContext, log_file: Path) -> EngineSettings:
@@ -289,7 +308,8 @@ def _engine_settings(config: Config, context: ParallelContext, log_file: Path) -
         log_file=log_file,
         device=context.device.type,
         dtype=config.model.dtype,
-        context_length=config.data.max_prompt_length + config.rollout.max_response_length,
+        context_length=config.data.max_prompt_length
+        + max(config.rollout.max_response_length, config.rollout.val_response_length),
         max_running_requests=config.rollout.max_running_requests,
         mem_fraction_static=config.rollout.gpu_memory_utilization if on_cuda else None,
         base_gpu_id=context.local_rank if on_cuda else 0,

@@ -44,6 +44,8 @@ class Run:
     tokenizer: Any
     total_steps: int
     stop_requested: Callable[[], bool]
+    say: Callable[[str], None]
+    """Puts a line on the user's screen, from rank 0."""
 
     def fit(self, checkpoint: Path | None) -> None:
         """Trains to the end. Collective over the world.
@@ -66,6 +68,7 @@ class Run:
             if self._due(step, every) or (is_last and every > 0):
                 metrics |= self._validate()
             self._log(step, metrics)
+            self._warn(step, metrics)
             stopping = any_rank(self.stop_requested(), trainer.context)
             if self._due(step, self.config.trainer.save_freq) or is_last or stopping:
                 self._save(step)
@@ -96,6 +99,11 @@ class Run:
         batch = self.trainer.last_batch
         if self.records is not None and batch is not None and step:
             self.records.write_rollouts(step, batch, self.tokenizer)
+
+    def _warn(self, step: int, metrics: Mapping[str, float]) -> None:
+        for text in self.trainer.guard.warnings(metrics):
+            self.say(f"warning    step {step}: {text}")
+            self._event("warning", step, text=text)
 
     def _models(self) -> dict[str, Trainable]:
         return {"actor": self.trainer.actor.trainable, "critic": self.trainer.critic.trainable}

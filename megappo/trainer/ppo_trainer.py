@@ -22,6 +22,7 @@ from megappo.roles.critic import Critic, explained_variance, explained_variance_
 from megappo.rollout.worker import RolloutWorker
 from megappo.trainer import batch_metrics
 from megappo.trainer.balance import Balancer
+from megappo.trainer.corrector import Corrector
 from megappo.trainer.estimate import Estimator
 from megappo.trainer.guard import Guard
 from megappo.trainer.memory import ModelMemory
@@ -62,6 +63,7 @@ class PPOTrainer:
     guard: Guard
     plan: StepPlan
     balancer: Balancer | None
+    corrector: Corrector | None
     memory: ModelMemory
     step_number: int = 0
     last_batch: RolloutBatch | None = field(default=None, repr=False)
@@ -92,8 +94,9 @@ class PPOTrainer:
             values, values_after = self.critic.values(batch, passes)
             batch = batch.with_fields(values=values)
         with watch.phase("advantages"):
+            sampled, batch = batch, self._correct(batch)
             batch = self.estimator.estimate(batch, values_after, tally)
-            before = self._describe(batch, entropy)
+            before = self._describe(batch, entropy, sampled)
             self.guard.check(number, before)
         with watch.phase("update_critic"), on_device(self.critic.trainable.memory):
             minis = as_mini_batches(batch, critic_plan, self.plan.mini_batch)
@@ -135,6 +138,9 @@ class PPOTrainer:
     def _balance(self, batch: RolloutBatch) -> tuple[RolloutBatch, Mapping[str, float]]:
         return (batch, {}) if self.balancer is None else self.balancer.rebalance(batch)
 
+    def _correct(self, batch: RolloutBatch) -> RolloutBatch:
+        return batch if self.corrector is None else self.corrector.correct(batch)
+
     def _update_critic(self, minis: Sequence[MiniBatch], tally: Tally) -> list[float]:
         order = [mini for _ in range(self.plan.ppo_epochs) for mini in minis]
         return [
@@ -159,14 +165,23 @@ class PPOTrainer:
         )
         return tally
 
-    def _describe(self, batch: RolloutBatch, entropy: Tensor) -> dict[str, float]:
-        """Metrics of the samples, reduced. Collective over the world."""
+    def _describe(
+        self, batch: RolloutBatch, entropy: Tensor, sampled: RolloutBatch
+    ) -> dict[str, float]:
+        """Metrics of the samples, reduced; `sampled` before corrections. Collective over the world.
+
+        What is trained on is described after corrections, the engine-trainer gap before.
+        """
         tally = Tally()
         tally.declare(batch_metrics.MEANS, batch_metrics.MAXIMA)
+        if self.corrector is not None:
+            tally.declare(self.corrector.means)
         if self.context.reports_samples:
             batch_metrics.add_batch(tally, batch, entropy)
-        reduced = dict(reduce_tally(tally, self.context))
-        reduced["critic/score/min"] = -reduced.pop("critic/score/neg_min")
+            batch_metrics.add_mismatch(tally, sampled)
+            if self.corrector is not None:
+                self.corrector.measure(tally, sampled, batch)
+        reduced = batch_metrics.finish(reduce_tally(tally, self.context))
         assert batch.values is not None
         assert batch.returns is not None
         sums = explained_variance_sums(batch.values, batch.returns, batch.response_mask)

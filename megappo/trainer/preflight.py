@@ -171,14 +171,20 @@ def _check_models(config: Config) -> dict[str, ModelSpec]:
             f"parallel.ep is {config.parallel.ep} and parallel.etp {config.parallel.etp}: none of "
             "the models has experts to spread; set them to 1 and 0"
         )
-    wanted = config.data.max_prompt_length + config.rollout.max_response_length
+    _check_stop_tokens(config, specs["actor"])
+    for key, length in (
+        ("rollout.max_response_length", config.rollout.max_response_length),
+        ("rollout.val.max_response_length", config.rollout.val_response_length),
+    ):
+        wanted = config.data.max_prompt_length + length
+        for role, spec in specs.items():
+            if wanted > spec.max_positions:
+                raise ConfigError(
+                    f"data.max_prompt_length {config.data.max_prompt_length} + {key} {length} = "
+                    f"{wanted} is more than the {role}'s {spec.max_positions} positions: lower one "
+                    "of them"
+                )
     for role, spec in specs.items():
-        if wanted > spec.max_positions:
-            raise ConfigError(
-                f"data.max_prompt_length {config.data.max_prompt_length} + "
-                f"rollout.max_response_length {config.rollout.max_response_length} = {wanted} is "
-                f"more than the {role}'s {spec.max_positions} positions: lower one of them"
-            )
         if spec.vocab_size != specs["actor"].vocab_size:
             raise ModelError(
                 f"the {role} has a vocabulary of {spec.vocab_size} and the actor one of "
@@ -204,6 +210,13 @@ def _check_split(config: Config, role: str, path: str, spec: ModelSpec) -> None:
         )
     except ModelError as error:
         raise ModelError(f"the {role} ({path}): {error}") from error
+def _check_stop_tokens(config: Config, spec: ModelSpec) -> None:
+    unknown = [token for token in config.rollout.stop_token_ids if token >= spec.vocab_size]
+    if unknown:
+        raise ConfigError(
+            f"rollout.stop_token_ids has {unknown}: the actor's vocabulary has the ids 0 to "
+            f"{spec.vocab_size - 1}, so no response would ever end with them; remove them"
+        )
 
 
 def _load_tokenizer(config: Config) -> Any:
@@ -289,10 +302,11 @@ def _check_resumed_state(
 
 def _warnings(config: Config) -> list[str]:
     found = []
-    if config.rollout.top_p < 1 or config.rollout.top_k != -1:
+    if config.rollout.truncates:
         found.append(
             "rollout.top_p/top_k leave out tokens: the engine's log-probs are of the kept set and "
-            "cannot be compared with the trainer's, so guard.max_log_prob_diff does not check; "
+            "cannot be compared with the trainer's, so guard.max_log_prob_diff and "
+            "guard.warn_log_prob_diff do not check, and rollout/* metrics of the gap mean nothing; "
             "old log-probs are the trainer's, over the full vocabulary"
         )
     if config.actor.use_kl_loss and config.actor.kl_loss_type in ("k1", "kl"):

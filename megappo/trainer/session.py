@@ -132,6 +132,7 @@ class Session:
             tokenizer=found.tokenizer,
             total_steps=found.total_steps,
             stop_requested=lambda: self._signal is not None,
+            say=self._say,
         )
         try:
             run.fit(found.checkpoint)

@@ -123,6 +123,47 @@ def test_before_the_first_step_the_ratio_is_exactly_one(alone, layout):
         assert rank["metrics"]["actor/first_ratio_diff_max"] == 0.0
 
 
+GAP = ["actor.optim.lr=0", "actor.entropy_coeff=0", "actor.use_kl_loss=true"]
+"""No step is taken, so that the trainer's ratio is 1 in both mini-batches."""
+
+
+@pytest.fixture(scope="module")
+def against_engine(root):
+    return update(root, "bypass", 1, [*GAP, "actor.use_rollout_log_probs=true"])[0]
+
+
+def test_corrections_weigh_and_reject_alike_under_context_parallelism(root, against_engine):
+    """The loss is the plain policy gradient's, weighed by hand over the tokens that were kept."""
+    correct = [
+        "algorithm.rollout_is=sequence", "algorithm.rollout_is_threshold=1.2",
+        "algorithm.rollout_rs=token", "algorithm.rollout_rs_threshold=1.3",
+    ]  # fmt: skip
+    alone = update(root, "corrected", 1, [*GAP, *correct])[0]
+    ranks = update(root, "corrected_cp2", 2, [*GAP, *correct, "parallel.cp=2"])
+    kept, sampled = alone["mask"], against_engine["mask"]
+    assert 0 < kept.sum() < sampled.sum()
+    d = torch.where(sampled, alone["old"] - alone["rollout"], 0.0)
+    weights = d.sum(dim=-1, keepdim=True).exp().clamp(max=1.2)
+    assert (weights == 1.2).any()
+    expected = -(weights * alone["advantages"])[kept].sum() / kept.sum()
+    for found in (alone, *ranks):
+        assert found["metrics"]["actor/pg_loss"] == pytest.approx(expected.item(), abs=1e-6)
+        assert found["norms"] == pytest.approx(alone["norms"], rel=1e-5)
+        assert found["metrics"]["actor/first_ratio_diff_max"] == 0.0
+    unweighed = -alone["advantages"][kept].sum() / kept.sum()
+    assert abs(expected - unweighed) > 1e-3
+
+
+def test_the_ratio_can_be_against_the_engines_log_probs(against_engine):
+    """The KL from engine to trainer is then their gap, while the trainer's own ratio stays 1."""
+    found = against_engine
+    gap = (found["rollout"] - found["old"])[found["mask"]]
+    assert gap.abs().max() > 0.2
+    assert found["metrics"]["actor/ppo_kl"] == pytest.approx(gap.mean().item(), abs=1e-6)
+    assert found["metrics"]["actor/pg_clipfrac"] > 0
+    assert found["metrics"]["actor/first_ratio_diff_max"] == 0.0
+
+
 def test_gradients_are_reduce_scattered_and_parameters_all_gathered_once_an_update(root):
     """Two models, two updates each: four of either collective, of the whole parameter buffer."""
     (rank, other) = update(root, "counted", 2, [])

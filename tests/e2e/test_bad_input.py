@@ -84,6 +84,11 @@ MISTAKES = {
     "layout": (["parallel.tp=2"], "1 ranks cannot be split by TP 2"),
     "batch": (["actor.micro_batch_size=3"], "it must divide the 16 samples"),
     "temperature": (["rollout.temperature=0"], "rollout.temperature is 0"),
+    "stop token": (["rollout.stop_token_ids=[5,99999]"], "rollout.stop_token_ids has [99999]"),
+    "too long validation": (
+        ["rollout.val.max_response_length=500"],
+        "rollout.val.max_response_length 500 = 628",
+    ),
     "empty stop": (["rollout.stop=['']"], "a stop string must not be empty"),
     "no world": (["trainer.seed=-1"], "trainer.seed is -1"),
     "no cuda": (["device=cuda"], "finds no CUDA device"),

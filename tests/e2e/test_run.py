@@ -117,6 +117,55 @@ def test_before_the_first_update_of_a_step_the_ratio_is_exactly_one(undisturbed)
 def test_engine_and_trainer_agree_on_log_probs_in_every_step(undisturbed):
     for row in metrics(undisturbed[0])[1:]:
         assert 0 < row["rollout/log_prob_diff_max"] < 1e-3
+        assert 0 < row["rollout/log_prob_diff_mean"] < row["rollout/log_prob_diff_max"]
+        assert 0 <= row["rollout/k3_kl"] < 1e-6
+        assert row["rollout/log_prob_diff_over_0.1"] == 0.0
+        for level in ("token", "sequence"):
+            assert row[f"rollout/eff_sample_size_{level}"] == pytest.approx(1.0, abs=1e-5)
+    assert "warning" not in undisturbed[1]
+
+
+def test_corrections_of_a_small_gap_change_little_and_are_reported(root, undisturbed):
+    train(
+        root, "corrected", "algorithm.rollout_is=token", "algorithm.rollout_rs=sequence",
+        "trainer.total_steps=1", "trainer.test_freq=0", "trainer.val_before_train=false",
+    )  # fmt: skip
+    (found,), plain = metrics(root / "corrected"), metrics(undisturbed[0])[1]
+    assert found["rollout/is_weight_mean"] == pytest.approx(1.0, abs=1e-4)
+    assert found["rollout/is_truncated_share"] == 0.0
+    assert found["rollout/rs_rejected_share"] == 0.0
+    assert found["actor/first_ratio_diff_max"] == 0.0
+    for key in ("actor/grad_norm", "critic/grad_norm", "critic/score/mean"):
+        assert found[key] == pytest.approx(plain[key], rel=1e-4), key
+    assert found["actor/pg_loss"] != plain["actor/pg_loss"]
+    assert "rollout/is_weight_mean" not in plain
+
+
+def test_a_run_against_the_engines_log_probs_with_other_ends_and_a_warning(root):
+    """Also: the user's end tokens, a shorter validation, and what a warning leaves behind."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(root / "model", local_files_only=True)
+    digits = tokenizer.convert_tokens_to_ids(list("123456789"))
+    result = train(
+        root, "against_engine", "actor.use_rollout_log_probs=true", f"rollout.stop_token_ids={digits}",
+        "rollout.val.max_response_length=1", "guard.warn_log_prob_diff=1e-12",
+        "actor.mini_batch_size=8", "trainer.total_steps=1", ranks=1,
+    )  # fmt: skip
+    before, found = metrics(root / "against_engine")
+    assert before["val/response_length/mean"] == 1.0
+    assert 0 < abs(found["actor/ppo_kl"]) < 1e-4  # before the only update: the gap, and no more
+    assert found["actor/first_ratio_diff_max"] == 0.0
+    samples = [
+        json.loads(line)
+        for line in (root / "against_engine" / "rollouts" / "step_000001.jsonl").open()
+    ]
+    ended = [s for s in samples if s["finish_reason"] == "stop"]
+    assert any(s["response_tokens"] == 1 for s in ended)
+    assert not any(c.isdigit() for s in samples for c in s["response"][:-1])
+    assert "warning    step 1: engine and trainer log-probs differ" in result.stdout
+    events = [json.loads(line) for line in (root / "against_engine" / "events.jsonl").open()]
+    assert [e["step"] for e in events if e["kind"] == "warning"] == [1]
 
 
 def test_a_first_update_alone_has_no_clipping_and_no_kl(root):

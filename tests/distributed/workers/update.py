@@ -20,7 +20,7 @@ from megappo.distributed import parallel
 from megappo.distributed.metrics import Tally, reduce_tally
 from megappo.models.weights import export_hf
 from megappo.ppo.kl import AdaptiveKLController
-from megappo.trainer.build import build_roles
+from megappo.trainer.build import build_roles, make_corrector
 from megappo.trainer.estimate import Estimator
 from megappo.trainer.preflight import preflight
 from megappo.types import Completion, MiniBatch, Prompt, RolloutBatch, collate
@@ -52,8 +52,14 @@ def main() -> None:
     assert reference is not None
     ref, _ = reference.log_probs(batch, micro)
     batch = batch.with_fields(
-        old_log_probs=old, values=made_up(values, batch), ref_log_probs=ref - 0.1
+        old_log_probs=old,
+        rollout_log_probs=old + 0.3 * made_up(torch.zeros_like(old), batch),
+        values=made_up(values, batch),
+        ref_log_probs=ref - 0.1,
     )
+    corrector = make_corrector(config)
+    if corrector is not None:
+        batch = corrector.correct(batch)
     tally = Tally()
     tally.declare((*actor.means, *critic.means, *Estimator.MEANS), (*actor.MAXIMA, *critic.MAXIMA))
     controller = AdaptiveKLController(0.05, 0.02, 100.0)
@@ -93,6 +99,8 @@ def main() -> None:
             "collectives": dict(counts["first"]),
             "kl_coef": controller.kl_coef,
             "advantages": batch.advantages,
+            "mask": batch.response_mask,
+            "rollout": batch.rollout_log_probs,
             "rows": [p.row for p in batch.prompts],
             "parameters": sum(
                 p.numel()
@@ -139,7 +147,7 @@ def whole_batch(vocab_size: int) -> RolloutBatch:
 
 
 def made_up(values: torch.Tensor, batch: RolloutBatch) -> torch.Tensor:
-    """The new critic's values are all 0; some that depend on the sample alone take their place."""
+    """Values of 0, as a new critic's are, plus some that depend on the sample alone."""
     rows = torch.tensor(
         [len(c.token_ids) + p.row for p, c in zip(batch.prompts, batch.completions, strict=True)]
     )

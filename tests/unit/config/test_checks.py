@@ -164,6 +164,30 @@ def test_fully_sharded_data_parallel_is_for_whole_models_that_stay_on_the_device
         make("parallel.fsdp=true", "parallel.pp=2", "critic.memory.grad_offload=true")
     assert "parallel.pp is 2 and parallel.fsdp is True" in str(error.value)
     assert "critic.memory.grad_offload is True and parallel.fsdp is True" in str(error.value)
+@pytest.mark.parametrize("cut", ["rollout.top_p=0.8", "rollout.top_k=2"])
+@pytest.mark.parametrize(
+    ("override", "off"),
+    [
+        ("actor.use_rollout_log_probs=true", "actor.use_rollout_log_probs=false"),
+        ("algorithm.rollout_is=token", "algorithm.rollout_is=none"),
+        ("algorithm.rollout_rs=sequence", "algorithm.rollout_rs=none"),
+    ],
+)
+def test_engine_log_probs_of_a_cut_vocabulary_are_refused_in_a_ratio(make, cut, override, off):
+    """p = .5, .3, .2 and top_p .8: the engine says ln .625, the trainer ln .5, a ratio of .8."""
+    with pytest.raises(ConfigError) as error:
+        make(cut, override)
+    text = str(error.value)
+    for part in (override.split("=")[0] + " is ", "rollout.top_p", "rollout.top_k", off):
+        assert part in text
+    make(cut)
+    make(override)
+
+
+def test_the_engine_gap_is_not_corrected_twice(make):
+    with pytest.raises(ConfigError, match=r"rollout_is is 'token': with actor\.use_rollout_log_pr"):
+        make("actor.use_rollout_log_probs=true", "algorithm.rollout_is=token")
+    make("actor.use_rollout_log_probs=true", "algorithm.rollout_rs=token")
 
 
 def test_what_only_cuda_has_is_refused_on_a_cpu(make):

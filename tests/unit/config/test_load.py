@@ -102,6 +102,12 @@ def test_every_field_has_a_meaning():
         ("data.val_files=[]", "data.val_files is []: name a file, or set trainer.test_freq=0"),
         ("actor.mini_batch_size=100", "it must divide data.train_batch_size (256)"),
         ("algorithm.kl_ctrl=adaptive", "set algorithm.use_kl_in_reward=true"),
+        ("algorithm.rollout_is=geometric", "algorithm.rollout_is"),
+        ("algorithm.rollout_is_threshold=1", "rollout_is_threshold is 1.0: it must be over 1"),
+        ("algorithm.rollout_rs_threshold=inf", "rollout_rs_threshold is inf: it must be over 1"),
+        ("guard.warn_log_prob_diff=-1", "guard.warn_log_prob_diff is -1.0: it must be 0 or more"),
+        ("rollout.stop_token_ids=[5,-1]", "rollout.stop_token_ids is [5, -1]: a token id is 0"),
+        ("rollout.val.max_response_length=-1", "rollout.val.max_response_length is -1"),
     ],
 )
 def test_a_broken_rule_names_the_field_the_value_and_the_remedy(config_file, override, expected):

@@ -12,7 +12,7 @@ from megappo.distributed.metrics import Tally
 from megappo.errors import GuardStop
 from megappo.models.packing import Alignment
 from megappo.roles.critic import explained_variance, explained_variance_sums
-from megappo.trainer.batch_metrics import MAXIMA, MEANS, add_batch
+from megappo.trainer.batch_metrics import MAXIMA, MEANS, add_batch, add_mismatch, finish
 from megappo.trainer.guard import Guard
 from megappo.trainer.micro_batches import MicroBatchPlanner, as_mini_batches, as_passes
 from megappo.trainer.scoring import check_error_rate
@@ -66,6 +66,38 @@ def test_the_guard_is_silent_where_log_probs_cannot_be_compared_or_it_is_off():
     Guard(settings=GuardSection(max_log_prob_diff=0.0), comparable=True).check(1, metrics)
 
 
+GAP = {
+    "rollout/log_prob_diff_mean": 0.2,
+    "rollout/log_prob_diff_max": 1.5,
+    "rollout/eff_sample_size_token": 0.9,
+    "rollout/eff_sample_size_sequence": 0.25,
+}
+
+
+def test_a_gap_over_the_warning_threshold_is_told_with_its_figures():
+    guard = Guard(settings=GuardSection(warn_log_prob_diff=0.1), comparable=True)
+    (text,) = guard.warnings(GAP)
+    assert "0.2 nats" in text
+    assert "guard.warn_log_prob_diff (0.1)" in text
+    assert "largest 1.5, effective sample size 0.900 of the tokens, 0.250 of the responses" in text
+    assert len(guard.warnings(GAP | {"rollout/log_prob_diff_mean": math.nan})) == 1
+
+
+@pytest.mark.parametrize(
+    ("limit", "comparable"), [(0.2, True), (0.0, True), (0.1, False)], ids=["at it", "off", "top_p"]
+)
+def test_no_warning_at_the_threshold_or_where_it_is_off_or_means_nothing(limit, comparable):
+    guard = Guard(settings=GuardSection(warn_log_prob_diff=limit), comparable=comparable)
+    assert guard.warnings(GAP) == []
+
+
+def test_the_guard_stops_where_rejection_left_nothing():
+    guard = Guard(settings=GuardSection(), comparable=True)
+    guard.check(1, GAP | {"rollout/rs_rejected_share": 0.99})
+    with pytest.raises(GuardStop, match=r"rollout_rs rejected every token.*0\.2 nats"):
+        guard.check(1, GAP | {"rollout/rs_rejected_share": 1.0})
+
+
 def planner(**settings):
     """Of one rank, for what needs no other."""
     context = SimpleNamespace(cp=settings.pop("cp", 1), vp=1, pp=1)
@@ -116,6 +148,7 @@ def test_batch_metrics_weigh_tokens_and_samples_as_they_should():
     )
     tally = Tally()
     add_batch(tally, batch, torch.tensor([[1.0, 9, 9], [2.0, 2.0, 3.0]]))
+    add_mismatch(tally, batch)
     means = {name: total / count for name, (total, count) in tally.sums.items()}
     assert set(means) == set(MEANS)
     assert set(tally.maxima) == set(MAXIMA)
@@ -125,21 +158,20 @@ def test_batch_metrics_weigh_tokens_and_samples_as_they_should():
     assert means["actor/entropy"] == 2.0
     assert means["rollout/log_prob_diff_mean"] == pytest.approx(0.125)
     assert tally.maxima["rollout/log_prob_diff_max"] == pytest.approx(0.5)
+    assert means["rollout/log_prob_diff_over_0.1"] == 0.25
+    assert means["rollout/k3_kl"] == pytest.approx((math.exp(-0.5) + 0.5 - 1) / 4)
+    found = finish({**means, **tally.maxima})
+    assert found["critic/score/min"] == 0.0
+    w = math.exp(-0.5)
+    assert found["rollout/eff_sample_size_token"] == pytest.approx((3 + w) ** 2 / 4 / (3 + w**2))
+    assert found["rollout/eff_sample_size_sequence"] == pytest.approx((1 + w) ** 2 / 2 / (1 + w**2))
+    assert not [name for name in found if "weight" in name or "neg_min" in name]
 
 
 def test_a_nan_log_prob_shows_in_the_difference():
-    batch = batch_of([2])
-    zeros = torch.zeros(1, 2)
-    batch = batch.with_fields(
-        scores=torch.zeros(1),
-        rewards=zeros,
-        old_log_probs=torch.tensor([[-1.0, math.nan]]),
-        advantages=zeros,
-        returns=zeros,
-        values=zeros,
-    )
+    batch = batch_of([2]).with_fields(old_log_probs=torch.tensor([[-1.0, math.nan]]))
     tally = Tally()
-    add_batch(tally, batch, zeros)
+    add_mismatch(tally, batch)
     assert tally.maxima["rollout/log_prob_diff_max"] == math.inf
 
 
