@@ -104,7 +104,7 @@ class RolloutSection:
     top_k: int = opt(-1, "likeliest tokens kept; -1 keeps all", verl=R + "top_k")
     stop: list[str] = opt([], "strings that end a response, besides the model's end tokens")
     stop_token_ids: list[int] = opt(
-        [], "tokens that end a response and are its last, besides the model's end tokens"
+        [], "tokens that end a response and are cut from its text, besides the model's end tokens"
     )
     max_response_length: int = opt(
         512, "most tokens of a response", verl="data.max_response_length"

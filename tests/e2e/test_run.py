@@ -148,9 +148,9 @@ def test_a_run_against_the_engines_log_probs_with_other_ends_and_a_warning(root)
     tokenizer = AutoTokenizer.from_pretrained(root / "model", local_files_only=True)
     digits = tokenizer.convert_tokens_to_ids(list("123456789"))
     result = train(
-        root, "against_engine", "actor.use_rollout_log_probs=true", f"rollout.stop_token_ids={digits}",
-        "rollout.val.max_response_length=1", "guard.warn_log_prob_diff=1e-12",
-        "actor.mini_batch_size=8", "trainer.total_steps=1", ranks=1,
+        root, "against_engine", "actor.use_rollout_log_probs=true",
+        f"rollout.stop_token_ids={digits}", "rollout.val.max_response_length=1",
+        "guard.warn_log_prob_diff=1e-12", "actor.mini_batch_size=8", "trainer.total_steps=1", ranks=1,
     )  # fmt: skip
     before, found = metrics(root / "against_engine")
     assert before["val/response_length/mean"] == 1.0
