@@ -26,7 +26,7 @@ from megappo.ppo.masking import zero_outside
 LEVELS = ("token", "sequence")
 
 LARGE_DIFF = 0.1
-"""Nats. A token over it has a probability that is off by more than a tenth."""
+"""Nats. From here on a token's probability is off by a tenth or more."""
 
 
 def log_ratio(old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> Tensor:

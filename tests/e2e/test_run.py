@@ -128,17 +128,18 @@ def test_engine_and_trainer_agree_on_log_probs_in_every_step(undisturbed):
 def test_corrections_of_a_small_gap_change_little_and_are_reported(root, undisturbed):
     train(
         root, "corrected", "algorithm.rollout_is=token", "algorithm.rollout_rs=sequence",
-        "trainer.total_steps=1", "trainer.test_freq=0", "trainer.val_before_train=false",
+        "trainer.test_freq=0", "trainer.val_before_train=false",
     )  # fmt: skip
-    (found,), plain = metrics(root / "corrected"), metrics(undisturbed[0])[1]
-    assert found["rollout/is_weight_mean"] == pytest.approx(1.0, abs=1e-4)
-    assert found["rollout/is_truncated_share"] == 0.0
-    assert found["rollout/rs_rejected_share"] == 0.0
-    assert found["actor/first_ratio_diff_max"] == 0.0
-    for key in ("actor/grad_norm", "critic/grad_norm", "critic/score/mean"):
-        assert found[key] == pytest.approx(plain[key], rel=1e-4), key
-    assert found["actor/pg_loss"] != plain["actor/pg_loss"]
-    assert "rollout/is_weight_mean" not in plain
+    rows, plain_rows = metrics(root / "corrected"), metrics(undisturbed[0])[1:]
+    for found, plain in zip(rows, plain_rows, strict=True):
+        assert found["rollout/is_weight_mean"] == pytest.approx(1.0, abs=1e-4)
+        assert found["rollout/is_truncated_share"] == 0.0
+        assert found["rollout/rs_rejected_share"] == 0.0
+        assert found["actor/first_ratio_diff_max"] == 0.0
+        for key in ("actor/grad_norm", "critic/grad_norm", "critic/score/mean"):
+            assert found[key] == pytest.approx(plain[key], rel=1e-3), key
+        assert "rollout/is_weight_mean" not in plain
+    assert rows[-1]["actor/pg_loss"] != plain_rows[-1]["actor/pg_loss"]
 
 
 def test_a_run_against_the_engines_log_probs_with_other_ends_and_a_warning(root):
@@ -150,7 +151,8 @@ def test_a_run_against_the_engines_log_probs_with_other_ends_and_a_warning(root)
     result = train(
         root, "against_engine", "actor.use_rollout_log_probs=true",
         f"rollout.stop_token_ids={digits}", "rollout.val.max_response_length=1",
-        "guard.warn_log_prob_diff=1e-12", "actor.mini_batch_size=8", "trainer.total_steps=1", ranks=1,
+        "guard.warn_log_prob_diff=1e-12", "actor.mini_batch_size=8", "trainer.total_steps=1",
+        ranks=1,
     )  # fmt: skip
     before, found = metrics(root / "against_engine")
     assert before["val/response_length/mean"] == 1.0
