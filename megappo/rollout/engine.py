@@ -1,4 +1,4 @@
-"""What the trainer asks of a rollout engine; `sglang_engine` is the one that answers.
+"""What the trainer asks of a rollout engine: `sglang_engine` answers, and `megatron_engine`.
 
 Token ids go in and come out: what the engine sampled is what is trained, no text is encoded twice.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from torch import Tensor
 
@@ -41,7 +41,11 @@ class SyncReport:
 
 
 class RolloutEngine(Protocol):
-    """Generates with the newest weights it was given. All calls block; none communicates."""
+    """Generates with the newest weights it was given. All calls block.
+
+    An engine may be shared by the ranks of a tensor-parallel group. `generate` is then collective
+    over them: each brings its own requests, perhaps none, and gets its own completions.
+    """
 
     @property
     def weight_version(self) -> int:
@@ -79,3 +83,16 @@ class RolloutEngine(Protocol):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None: ...
+
+
+def response_text(tokenizer: Any, token_ids: Sequence[int], *, matched: int | str | None) -> str:
+    """A response for people and rewards: without what ended it, without special tokens.
+
+    Args:
+        tokenizer: of the model.
+        token_ids: of the response.
+        matched: the end token or stop string that ended it; None at the length limit.
+    """
+    shown = token_ids[:-1] if isinstance(matched, int) else token_ids
+    text: str = tokenizer.decode(shown, skip_special_tokens=True)
+    return text.partition(matched)[0] if isinstance(matched, str) else text

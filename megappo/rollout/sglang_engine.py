@@ -16,7 +16,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from megappo.errors import ModelError, UserError
-from megappo.rollout.engine import EngineDied, GenerationRequest, SyncReport
+from megappo.rollout.engine import EngineDied, GenerationRequest, SyncReport, response_text
 from megappo.rollout.ports import PortReservation, reserve_ports
 from megappo.rollout.sampling import SamplingSettings
 from megappo.rollout.sglang_process import SGLangProcess
@@ -249,14 +249,8 @@ class SGLangEngine:
             token_ids=ids,
             log_probs=tuple(entry[0] for entry in meta["output_token_logprobs"]),
             finish_reason=reason["type"],
-            text=self._text(ids, matched=reason.get("matched")),
+            text=response_text(self._process.manager.tokenizer, ids, matched=reason.get("matched")),
         )
-
-    def _text(self, ids: tuple[int, ...], *, matched: int | str | None) -> str:
-        """The response for people and rewards: without what ended it, without special tokens."""
-        shown = ids[:-1] if isinstance(matched, int) else ids
-        text: str = self._process.manager.tokenizer.decode(shown, skip_special_tokens=True)
-        return text.partition(matched)[0] if isinstance(matched, str) else text
 
     def _check_seeds(self) -> None:
         """Draws at a near-uniform temperature: equal seeds must agree, different ones differ.
