@@ -83,6 +83,8 @@ def check_sections(config: Config) -> list[str]:
         problems += _check_budget(config, name, role)
     problems += _check_fsdp(config)
     problems += _check_ratio(config)
+    if rollout.engine == "megatron":
+        problems += _check_megatron_engine(config)
     algorithm, samples = config.algorithm, data.train_batch_size * rollout.n
     if algorithm.kl_ctrl == "adaptive":
         if not algorithm.kl_coef:
@@ -171,6 +173,39 @@ def _check_fsdp(config: Config) -> list[str]:
             for part in ("param", "grad", "optimizer")
             if getattr(memory, f"{part}_offload")
         ]
+def _check_megatron_engine(config: Config) -> list[str]:
+    """The in-process engine runs a whole model on each TP group, in step with nobody else."""
+    layout = config.parallel
+    wide = {
+        name: size
+        for name, size in (
+            ("pp", layout.pp),
+            ("vpp", layout.vpp),
+            ("cp", layout.cp),
+            ("ep", layout.ep),
+        )
+        if size > 1
+    }
+    problems = [
+        f"parallel.{name} is {size}: rollout.engine megatron generates under tensor parallelism "
+        f"alone; set parallel.{name}=1, or rollout.engine=sglang"
+        for name, size in wide.items()
+    ]
+    if layout.expert_tp != layout.tp:
+        problems.append(
+            f"parallel.etp is {layout.etp} and parallel.tp {layout.tp}: rollout.engine megatron "
+            "needs experts split as the rest is; set parallel.etp=0, or rollout.engine=sglang"
+        )
+    if layout.fsdp:
+        problems.append(
+            "parallel.fsdp is True: rollout.engine megatron needs whole weights on a TP group; set "
+            "parallel.fsdp=false, or rollout.engine=sglang"
+        )
+    if config.model.fp8 != "none":
+        problems.append(
+            f"model.fp8 is {config.model.fp8!r}: rollout.engine megatron has no fp8 products; set "
+            "model.fp8=none, or rollout.engine=sglang"
+        )
     return problems
 
 

@@ -96,8 +96,15 @@ class ValSamplingSection:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSection:
-    """Generation through SGLang, one engine a rank."""
+    """Generation, one engine a rank."""
 
+    engine: Literal["sglang", "megatron"] = opt(
+        "sglang",
+        "what generates: SGLang's processes, or the trained weights themselves in the trainer's "
+        "process (for debugging and as an oracle; slow; gpu_memory_utilization, sync_bucket_bytes "
+        "and timeout_s are SGLang's alone)",
+        verl=R + "name",
+    )
     n: int = opt(1, "responses a prompt", verl=R + "n")
     temperature: float = opt(1.0, "every log-prob is of logits/temperature", verl=R + "temperature")
     top_p: float = opt(1.0, "nucleus; 1 keeps all", verl=R + "top_p")

@@ -52,7 +52,10 @@ class RolloutWorker:
     def answer(
         self, prompts: Sequence[Prompt], sampling: SamplingSettings, n: int
     ) -> list[Completion]:
-        """`n` samples of each prompt by this rank's engine alone, for validation."""
+        """`n` samples of each prompt, for validation. Collective over ranks that share an engine.
+
+        They call equally often, perhaps without any prompt.
+        """
         requests = [
             GenerationRequest(
                 token_ids=prompt.token_ids,

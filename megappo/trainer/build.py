@@ -22,6 +22,8 @@ from megappo.rewards.scorer import Scorer
 from megappo.roles.actor import Actor, Policy
 from megappo.roles.base import Network
 from megappo.roles.critic import Critic
+from megappo.rollout.engine import RolloutEngine
+from megappo.rollout.megatron_engine import MegatronEngine
 from megappo.rollout.sampling import SamplingSettings, end_token_ids
 from megappo.rollout.sglang_engine import EngineSettings, SGLangEngine
 from megappo.rollout.worker import RolloutWorker
@@ -50,10 +52,8 @@ def build_trainer(
         total_optimizer_steps=found.total_steps * found.plan.optimizer_steps_per_step,
     )
     mini_batch = found.plan.samples_per_mini_batch_and_dp_rank
-    with all_ranks_or_none(context, "starting the SGLang engine"):
-        engine = SGLangEngine(_engine_settings(config, context, log_file))
     rollouts = RolloutWorker(
-        engine=engine,
+        engine=_engine(config, found, context, actor, log_file),
         context=context,
         seed=config.trainer.seed,
         n=config.rollout.n,
@@ -299,6 +299,29 @@ def _sampling(config: Config) -> SamplingSettings:
 def _stop_token_ids(config: Config) -> tuple[int, ...]:
     """The model's end tokens and the user's, ascending."""
     return tuple(sorted({*end_token_ids(config.model.path), *config.rollout.stop_token_ids}))
+def _engine(
+    config: Config, found: Preflight, context: ParallelContext, actor: Actor, log_file: Path
+) -> RolloutEngine:
+    """What `rollout.engine` names. Collective over the world."""
+    if config.rollout.engine == "sglang":
+        with all_ranks_or_none(context, "starting the SGLang engine"):
+            return SGLangEngine(_engine_settings(config, context, log_file))
+    (chunk,) = actor.policy.network.chunks
+    return MegatronEngine(
+        chunk=chunk,
+        vocab_size=found.actor_spec.vocab_size,
+        memory=actor.trainable.memory,
+        context=context,
+        tokenizer=found.tokenizer,
+        end_tokens=frozenset({*end_token_ids(config.model.path), found.tokenizer.eos_token_id})
+        - {None},
+        context_length=_context_length(config),
+        max_running_requests=config.rollout.max_running_requests,
+    )
+
+
+def _context_length(config: Config) -> int:
+    return config.data.max_prompt_length + config.rollout.max_response_length
 
 
 def _engine_settings(config: Config, context: ParallelContext, log_file: Path) -> EngineSettings:
@@ -310,6 +333,7 @@ def _engine_settings(config: Config, context: ParallelContext, log_file: Path) -
         dtype=config.model.dtype,
         context_length=config.data.max_prompt_length
         + max(config.rollout.max_response_length, config.rollout.val_response_length),
+        context_length=_context_length(config),
         max_running_requests=config.rollout.max_running_requests,
         mem_fraction_static=config.rollout.gpu_memory_utilization if on_cuda else None,
         base_gpu_id=context.local_rank if on_cuda else 0,

@@ -38,9 +38,9 @@ class Evaluator:
         tally = Tally()
         means = ["val/score/mean", "val/response_length/mean", "val/reward_error"]
         tally.declare(means + [_by_source(s) for s in self.sources])
-        rows = range(self.context.rank, len(self.dataset), self.context.world_size)
-        for start in range(0, len(rows), ROWS_AT_ONCE):
-            prompts = self.dataset.rows(rows[start : start + ROWS_AT_ONCE])
+        context = self.context
+        for rows in blocks(len(self.dataset), rank=context.rank, world_size=context.world_size):
+            prompts = self.dataset.rows(rows)
             self._score(prompts, rollouts.answer(prompts, self.sampling, self.n), tally)
         reduced = dict(reduce_tally(tally, self.context))
         check_error_rate(reduced["val/reward_error"], self.max_error_rate)
@@ -60,6 +60,17 @@ class Evaluator:
             tally.add(_by_source(prompt.data_source), score, 1)
             tally.add("val/response_length/mean", len(answer.token_ids), 1)
         tally.add("val/reward_error", result.errors, len(answers))
+
+
+def blocks(num_rows: int, *, rank: int, world_size: int) -> list[range]:
+    """This rank's rows, at most `ROWS_AT_ONCE` a block.
+
+    As many blocks on every rank, the last perhaps empty: ranks that share an engine ask it equally
+    often.
+    """
+    rows = range(rank, num_rows, world_size)
+    most = -(-num_rows // world_size)
+    return [rows[start : start + ROWS_AT_ONCE] for start in range(0, most, ROWS_AT_ONCE)]
 
 
 def _by_source(source: str) -> str:

@@ -25,6 +25,12 @@ from megappo.trainer.output import Screen, redirect_to
 from megappo.trainer.preflight import Preflight, preflight
 from megappo.trainer.records import Records
 
+ENGINES = {
+    "sglang": "SGLang, one engine a rank",
+    "megatron": "megatron: the trained weights themselves, one engine a tensor-parallel group",
+}
+"""How the start of a run names `rollout.engine`."""
+
 
 class Session:
     """Checks, starts, trains and ends; `report` is how any of it reaches the screen."""
@@ -161,6 +167,7 @@ class Session:
         )
         for line in found.plan.lines():
             self._say(line)
+        self._say(f"rollout    {ENGINES[config.rollout.engine]}")
         self._say(
             f"data       {len(train)} train rows ({train.num_dropped} dropped), "
             f"{num_val} validation rows; {found.total_steps} steps"

@@ -371,3 +371,35 @@ def test_a_mixture_of_experts_trains_under_expert_parallelism(tmp_path):
     )  # fmt: skip
     assert metrics(tmp_path / "run") == rows
     assert weights_hash(tmp_path / "run") == before
+
+
+def test_the_in_process_engine_trains_the_same_on_one_rank_each_and_shared_by_two(
+    root, undisturbed
+):
+    """Under offload and overlapped communication too; greedy validation is as SGLang's."""
+    switches = [
+        "parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true",
+        "actor.memory.param_offload=true",
+    ]  # fmt: skip
+    found = {}
+    for name, overrides in (("own", switches), ("shared", ["parallel.tp=2"])):
+        result = train(
+            root, f"megatron_{name}", "rollout.engine=megatron", "trainer.total_steps=2",
+            "rollout.max_running_requests=12", "checkpoint.export_hf=false", *overrides,
+        )  # fmt: skip
+        assert "rollout    megatron: the trained weights themselves" in result.stdout
+        found[name] = metrics(root / f"megatron_{name}")
+    for key in ("val/score/mean", "val/response_length/mean"):
+        assert found["own"][0][key] == metrics(undisturbed[0])[0][key], key
+    for own, shared in zip(found["own"], found["shared"], strict=True):
+        for key in ("val/score/mean", "critic/score/mean", "response_length/mean"):
+            assert own.get(key) == shared.get(key), key
+        for row in (own, shared):
+            assert row["step"] == 0 or row["rollout/log_prob_diff_max"] < 1e-4
+            assert row["step"] == 0 or row["actor/first_ratio_diff_max"] == 0.0
+    assert found["own"][2]["actor/grad_norm"] > 1e-2
+    assert found["shared"][2]["actor/grad_norm"] == pytest.approx(
+        found["own"][2]["actor/grad_norm"], rel=1e-4
+    )
+    assert [row.get("rollout/weight_version") for row in found["own"]] == [None, 2, 3]
+    assert found["own"][2]["actor/entropy"] != found["own"][1]["actor/entropy"]

@@ -196,3 +196,31 @@ def test_what_only_cuda_has_is_refused_on_a_cpu(make):
     assert "model.fp8 is 'hybrid'" in text
     assert "parallel.fsdp is True" in text
     assert check_device_features(config, "cuda") == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["parallel.pp=2"], "parallel.pp is 2: rollout.engine megatron"),
+        (["parallel.pp=2", "parallel.vpp=2"], "parallel.vpp is 2: rollout.engine megatron"),
+        (["parallel.cp=4"], "parallel.cp is 4: .*set parallel.cp=1, or rollout.engine=sglang"),
+        (["parallel.ep=2"], "parallel.ep is 2: rollout.engine megatron"),
+        (["parallel.tp=2", "parallel.etp=1"], "parallel.etp is 1 and parallel.tp 2: rollout"),
+        (["parallel.fsdp=true"], "parallel.fsdp is True: rollout.engine megatron"),
+        (["model.fp8=hybrid"], "model.fp8 is 'hybrid': rollout.engine megatron"),
+    ],
+)
+def test_the_in_process_engine_refuses_what_it_cannot_run(make, overrides, message):
+    make(*overrides)
+    with pytest.raises(ConfigError, match=message):
+        make("rollout.engine=megatron", *overrides)
+
+
+def test_the_in_process_engine_runs_under_tensor_and_sequence_parallelism(make):
+    config = make("rollout.engine=megatron", "parallel.tp=2", "parallel.sequence_parallel=true")
+    assert config.rollout.engine == "megatron"
+
+
+def test_an_unknown_engine_is_refused_with_the_known_ones(make):
+    with pytest.raises(ConfigError, match=r"rollout\.engine.*'sglang'.*'megatron'"):
+        make("rollout.engine=vllm")
