@@ -101,8 +101,8 @@ class RolloutSection:
     engine: Literal["sglang", "megatron"] = opt(
         "sglang",
         "what generates: SGLang's processes, or the trained weights themselves in the trainer's "
-        "process (for debugging and as an oracle; slow; gpu_memory_utilization, sync_bucket_bytes "
-        "and timeout_s are SGLang's alone)",
+        "process (for debugging and as an oracle; gpu_memory_utilization, sync_bucket_bytes and "
+        "timeout_s are SGLang's alone)",
         verl=R + "name",
     )
     n: int = opt(1, "responses a prompt", verl=R + "n")
