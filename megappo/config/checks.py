@@ -173,6 +173,9 @@ def _check_fsdp(config: Config) -> list[str]:
             for part in ("param", "grad", "optimizer")
             if getattr(memory, f"{part}_offload")
         ]
+    return problems
+
+
 def _check_megatron_engine(config: Config) -> list[str]:
     """The in-process engine runs a whole model on each TP group, in step with nobody else."""
     layout = config.parallel

@@ -299,6 +299,8 @@ def _sampling(config: Config) -> SamplingSettings:
 def _stop_token_ids(config: Config) -> tuple[int, ...]:
     """The model's end tokens and the user's, ascending."""
     return tuple(sorted({*end_token_ids(config.model.path), *config.rollout.stop_token_ids}))
+
+
 def _engine(
     config: Config, found: Preflight, context: ParallelContext, actor: Actor, log_file: Path
 ) -> RolloutEngine:
@@ -321,7 +323,9 @@ def _engine(
 
 
 def _context_length(config: Config) -> int:
-    return config.data.max_prompt_length + config.rollout.max_response_length
+    """Most tokens of a prompt and its response, in training and validation."""
+    longest = max(config.rollout.max_response_length, config.rollout.val_response_length)
+    return config.data.max_prompt_length + longest
 
 
 def _engine_settings(config: Config, context: ParallelContext, log_file: Path) -> EngineSettings:
@@ -331,8 +335,6 @@ def _engine_settings(config: Config, context: ParallelContext, log_file: Path) -
         log_file=log_file,
         device=context.device.type,
         dtype=config.model.dtype,
-        context_length=config.data.max_prompt_length
-        + max(config.rollout.max_response_length, config.rollout.val_response_length),
         context_length=_context_length(config),
         max_running_requests=config.rollout.max_running_requests,
         mem_fraction_static=config.rollout.gpu_memory_utilization if on_cuda else None,

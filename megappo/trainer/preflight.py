@@ -210,6 +210,8 @@ def _check_split(config: Config, role: str, path: str, spec: ModelSpec) -> None:
         )
     except ModelError as error:
         raise ModelError(f"the {role} ({path}): {error}") from error
+
+
 def _check_stop_tokens(config: Config, spec: ModelSpec) -> None:
     unknown = [token for token in config.rollout.stop_token_ids if token >= spec.vocab_size]
     if unknown:

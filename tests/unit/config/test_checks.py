@@ -164,6 +164,8 @@ def test_fully_sharded_data_parallel_is_for_whole_models_that_stay_on_the_device
         make("parallel.fsdp=true", "parallel.pp=2", "critic.memory.grad_offload=true")
     assert "parallel.pp is 2 and parallel.fsdp is True" in str(error.value)
     assert "critic.memory.grad_offload is True and parallel.fsdp is True" in str(error.value)
+
+
 @pytest.mark.parametrize("cut", ["rollout.top_p=0.8", "rollout.top_k=2"])
 @pytest.mark.parametrize(
     ("override", "off"),
