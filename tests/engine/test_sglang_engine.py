@@ -13,7 +13,7 @@ from conftest import CONTEXT, VOCABULARY, settings_for
 from transformers import Qwen2ForCausalLM
 
 from megappo.errors import ModelError, UserError
-from megappo.rollout.engine import GenerationRequest
+from megappo.rollout.engine import GenerationRequest, response_text
 from megappo.rollout.sampling import SamplingSettings, end_token_ids, sample_seed
 from megappo.rollout.sglang_attention import MAX_PADDED_TOKENS
 from megappo.rollout.sglang_engine import SGLangEngine
@@ -42,6 +42,10 @@ def ask(
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
     )
+
+
+def text_of(engine: SGLangEngine, ids: tuple[int, ...]) -> str:
+    return response_text(engine._process.manager.tokenizer, ids, matched=None)
 
 
 @torch.inference_mode()
@@ -133,7 +137,7 @@ def test_an_end_token_is_the_last_id_and_not_in_the_text(engine, hf):
     )
     assert completion.token_ids == path[:length]
     assert completion.finish_reason == "stop"
-    assert completion.text == engine._text(path[: length - 1], matched=None)
+    assert completion.text == text_of(engine, path[: length - 1])
 
 
 def test_every_end_token_of_the_model_ends_a_response(engine, tiny_model):
@@ -152,7 +156,7 @@ def test_a_response_that_is_cut_gets_no_end_token(engine):
 
 def test_a_stop_string_ends_a_response_and_stays_in_its_ids(engine, hf):
     path = greedy_tokens(hf, PROMPTS[3], 12)
-    text = engine._text(path, matched=None)
+    text = text_of(engine, path)
     stop = text[3:5]
     (completion,) = ask(
         engine, [PROMPTS[3]], SamplingSettings(max_new_tokens=12, temperature=0.0, stop=(stop,))
@@ -160,7 +164,7 @@ def test_a_stop_string_ends_a_response_and_stays_in_its_ids(engine, hf):
     assert completion.finish_reason == "stop"
     assert completion.text == text[: text.index(stop)]
     assert completion.token_ids == path[: len(completion.token_ids)]
-    assert stop in engine._text(completion.token_ids, matched=None)
+    assert stop in text_of(engine, completion.token_ids)
 
 
 def test_no_requests_give_no_completions(engine):
