@@ -7,6 +7,7 @@ micro-batch is one forward pass on one data-parallel (DP) rank and counts sample
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 
 from megappo.config.learning import ActorSection, CriticSection
@@ -85,6 +86,12 @@ def check_sections(config: Config) -> list[str]:
     problems += _check_ratio(config)
     if rollout.engine == "megatron":
         problems += _check_megatron_engine(config)
+    if rollout.timeout_s >= config.trainer.distributed_timeout_s:
+        problems.append(
+            f"rollout.timeout_s is {rollout.timeout_s:g}: the other ranks wait in a collective for "
+            "an engine that hangs, so it must be under trainer.distributed_timeout_s "
+            f"({config.trainer.distributed_timeout_s:g}); lower it, or raise that"
+        )
     algorithm, samples = config.algorithm, data.train_batch_size * rollout.n
     if algorithm.kl_ctrl == "adaptive":
         if not algorithm.kl_coef:
@@ -220,7 +227,7 @@ def check_device_features(config: Config, device: str) -> list[str]:
         device: `cpu` or `cuda`.
     """
     if device == "cuda":
-        return []
+        return _check_memory_saver(config)
     problems = []
     if config.model.fp8 != "none":
         problems.append(
@@ -233,6 +240,16 @@ def check_device_features(config: Config, device: str) -> list[str]:
             "set parallel.fsdp=false (optimizer state is sharded over DP without it too)"
         )
     return problems
+
+
+def _check_memory_saver(config: Config) -> list[str]:
+    if not config.rollout.sleep or importlib.util.find_spec("torch_memory_saver") is not None:
+        return []
+    return [
+        "rollout.sleep is True: on CUDA the engine's memory is released by the package "
+        "torch_memory_saver, which is not installed; pip install torch-memory-saver, or set "
+        "rollout.sleep=false"
+    ]
 
 
 def plan_batches(config: Config, world_size: int) -> tuple[BatchPlan | None, list[str]]:

@@ -123,7 +123,18 @@ class RolloutSection:
     sync_bucket_bytes: int = opt(
         64 * 1024 * 1024, "weights go to the engine in buckets of at most this size"
     )
-    timeout_s: float = opt(600.0, "an engine that gives no answer for so long has failed")
+    timeout_s: float = opt(
+        600.0, "seconds: an engine that gives no answer for so long has failed, and is replaced"
+    )
+    max_restarts: int = opt(
+        3, "engines that may be replaced on a rank in a run; the next failure saves and ends it"
+    )
+    sleep: bool = opt(
+        False,
+        "engines give the memory of weights and cache back while the trainer works; CUDA: needs "
+        "the package torch_memory_saver",
+        verl=R + "free_cache_engine",
+    )
     val: ValSamplingSection = section(ValSamplingSection, "sampling for validation")
 
     @property
@@ -150,6 +161,7 @@ class RolloutSection:
             sync_bucket_bytes=self.sync_bucket_bytes,
             timeout_s=self.timeout_s,
         )
+        p.not_negative(max_restarts=self.max_restarts)
         p.require(0 < self.top_p <= 1, "top_p", self.top_p, "it must lie in (0, 1]")
         p.require(self.top_k == -1 or self.top_k > 0, "top_k", self.top_k, "-1, or over 0")
         p.require(all(self.stop), "stop", self.stop, "a stop string must not be empty")

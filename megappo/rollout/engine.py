@@ -16,8 +16,16 @@ from megappo.rollout.sampling import SamplingSettings
 from megappo.types import Completion
 
 
-class EngineDied(RuntimeError):  # noqa: N818, a state and not a mistake
-    """The engine's processes are gone or do not answer; only a new engine helps."""
+class EngineFailure(RuntimeError):  # noqa: N818, a state and not a mistake
+    """Only a new engine helps; `recovery` starts one."""
+
+
+class EngineDied(EngineFailure):
+    """The engine's processes are gone or do not answer."""
+
+
+class EngineRefused(EngineFailure):
+    """The engine answers, but not what it was asked for, so nothing it says counts any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +59,10 @@ class RolloutEngine(Protocol):
     def weight_version(self) -> int:
         """Version of the weights that the next response is sampled from."""
 
+    @property
+    def num_aborted(self) -> int:
+        """Responses that the engine broke off and that were sampled again, since its start."""
+
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """One completion a request, in the order of the requests."""
 
@@ -61,16 +73,19 @@ class RolloutEngine(Protocol):
         expected_names: Collection[str],
         version: int,
     ) -> SyncReport:
-        """Replaces all weights; names are those of the Hugging Face checkpoint, each once."""
+        """Replaces all weights; names are those of the Hugging Face checkpoint, each once.
+
+        After a `wake` the cache takes its memory again too, once the weights are complete.
+        """
 
     def flush(self) -> None:
         """Forgets cached prefixes."""
 
-    def sleep(self) -> None:
-        """Gives the device memory of weights and cache back."""
+    def sleep(self) -> int:
+        """Gives the device memory of weights and cache back; returns the bytes that came free."""
 
     def wake(self) -> None:
-        """Takes the memory again; the weights are garbage until the next `update_weights`."""
+        """Takes the weights' memory again; they are garbage until the next `update_weights`."""
 
     def shutdown(self) -> None:
         """Ends the engine's processes, and those alone. May be called twice."""

@@ -54,6 +54,11 @@ class MegatronEngine:
     _asleep: bool = field(default=False, init=False)
     _ended: bool = field(default=False, init=False)
 
+    @property
+    def num_aborted(self) -> int:
+        """None ever: what runs here runs to its end."""
+        return 0
+
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """One completion a request, in the order of the requests. Collective over TP.
 
@@ -115,9 +120,10 @@ class MegatronEngine:
     def flush(self) -> None:
         """Nothing to forget: a cache lives as long as its wave."""
 
-    def sleep(self) -> None:
+    def sleep(self) -> int:
         """Nothing to give back: the weights are the actor's. Generates no more until `wake`."""
         self._asleep = True
+        return 0
 
     def wake(self) -> None:
         """Generates again, with the actor's weights as they are now."""

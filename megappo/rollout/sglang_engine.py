@@ -9,6 +9,7 @@ does the same with batch-invariant kernels.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -16,7 +17,14 @@ from typing import Any, Self
 from torch import Tensor
 
 from megappo.errors import ModelError, UserError
-from megappo.rollout.engine import EngineDied, GenerationRequest, SyncReport, response_text
+from megappo.rollout.device_memory import GIB, free_bytes, wait_until_released
+from megappo.rollout.engine import (
+    EngineDied,
+    EngineRefused,
+    GenerationRequest,
+    SyncReport,
+    response_text,
+)
 from megappo.rollout.ports import PortReservation, reserve_ports
 from megappo.rollout.sampling import SamplingSettings
 from megappo.rollout.sglang_process import SGLangProcess
@@ -34,8 +42,10 @@ __all__ = ["EngineSettings", "SGLangEngine"]
 
 _MEMORY_TAGS = ("weights", "kv_cache")
 _FLUSH_TIMEOUT_S = 60.0
+_FLUSH_POLL_S = 0.01
 _CUDA_EXIT_TIMEOUT_S = 15.0
 _START_ATTEMPTS = 3
+_ABORT_RETRIES = 3
 _PORT_TAKEN = "EADDRINUSE"
 
 
@@ -56,6 +66,7 @@ class SGLangEngine:
         self.settings = settings
         self._process, self._ports = _start(settings)
         self._weight_version = INITIAL_WEIGHT_VERSION
+        self._num_aborted = 0
         self._asleep: set[str] = set()
         self._unusable: str | None = None
         try:
@@ -70,6 +81,11 @@ class SGLangEngine:
         return self._weight_version
 
     @property
+    def num_aborted(self) -> int:
+        """Responses that SGLang broke off and that were sampled again, since the start."""
+        return self._num_aborted
+
+    @property
     def pids(self) -> list[int]:
         """Process ids of the engine's own children."""
         return self._process.pids
@@ -80,14 +96,16 @@ class SGLangEngine:
         Raises:
             UserError: a prompt and its response do not fit the context.
             EngineDied: the engine's processes are gone.
-            RuntimeError: the engine broke a promise: wrong weights, no token, an aborted response.
+            EngineRefused: the engine broke a promise: wrong weights, no token, a response that it
+                breaks off again and again.
+            RuntimeError: the engine sleeps, or waits for a push.
         """
         if not requests:
             return []
         self._require_weights()
         for number, request in enumerate(requests):
             self._check_length(number, request)
-        outputs = self._send(requests)
+        outputs = self._outputs(requests)
         return [
             self._completion(output, request)
             for output, request in zip(outputs, requests, strict=True)
@@ -112,8 +130,9 @@ class SGLangEngine:
 
         Raises:
             ValueError: a name is unknown, missing or comes twice.
-            RuntimeError: SGLang refused a part.
+            EngineRefused: SGLang refused a part.
             EngineDied: the engine's processes are gone.
+            RuntimeError: the engine sleeps.
         """
         if "weights" in self._asleep:
             raise RuntimeError("weights were pushed while the engine sleeps: call wake() first")
@@ -127,6 +146,8 @@ class SGLangEngine:
             tp_size=self.settings.tp_size,
             timeout_s=self.settings.timeout_s,
         )
+        # Not before: weights and the trainer's copies of them may need the memory meanwhile.
+        self._resume("kv_cache")
         self.flush()
         self._weight_version = version
         self._unusable = None
@@ -136,28 +157,55 @@ class SGLangEngine:
         """Forgets cached prefixes.
 
         Raises:
-            RuntimeError: SGLang refused, because requests still run.
+            EngineRefused: SGLang would not, because requests still run.
         """
-        result = self._process.call(
-            self._process.manager.flush_cache(timeout_s=_FLUSH_TIMEOUT_S),
-            timeout_s=self.settings.timeout_s,
-            what="flushing its cache",
-        )
-        if not result.success:
-            raise RuntimeError(
-                f"SGLang did not flush its cache within {_FLUSH_TIMEOUT_S:g} s: {result.message}"
+        deadline = time.monotonic() + _FLUSH_TIMEOUT_S
+        while True:
+            # Not with SGLang's own time-out: its scheduler dozes up to a second before it looks
+            # again whether it is idle, and each request wakes it.
+            result = self._process.call(
+                self._process.manager.flush_cache(),
+                timeout_s=self.settings.timeout_s,
+                what="flushing its cache",
             )
+            if result.success:
+                return
+            if time.monotonic() > deadline:
+                raise EngineRefused(
+                    f"SGLang did not flush its cache within {_FLUSH_TIMEOUT_S:g} s: requests still "
+                    f"run; its log is {self.settings.log_file}"
+                )
+            time.sleep(_FLUSH_POLL_S)
 
-    def sleep(self) -> None:
-        """Gives the device memory of weights and cache back (nothing to give on CPU)."""
+    def memory_bytes(self) -> int:
+        """Device memory of weights and cache in one process, by SGLang's own account."""
+        states = self._process.call(
+            self._process.manager.get_internal_state(),
+            timeout_s=self.settings.timeout_s,
+            what="reporting its memory",
+        )
+        usage = states[0]["memory_usage"]
+        return int((usage["weight"] + usage["kvcache"]) * GIB)
+
+    def sleep(self) -> int:
+        """Gives the device memory of weights and cache back (nothing to give on CPU).
+
+        Returns:
+            The bytes that came free on the device; 0 without `memory_saver` or on CPU.
+
+        Raises:
+            EngineRefused: the memory did not come free within `release_timeout_s`.
+        """
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
         tags = [tag for tag in _MEMORY_TAGS if tag not in self._asleep]
         if not tags:
-            return
+            return 0
+        saves = self.settings.device == "cuda" and self.settings.memory_saver
         # SGLang answers before its scheduler is idle, and a release while it is not ends it. A
         # flush waits for that.
         self.flush()
+        expected, free = (self.memory_bytes(), self._free_bytes()) if saves else (0, 0)
         self._process.call(
             self._process.manager.release_memory_occupation(
                 ReleaseMemoryOccupationReqInput(tags=tags)
@@ -167,22 +215,21 @@ class SGLangEngine:
         )
         self._asleep.update(tags)
         self._unusable = "the engine slept, and its weights were not pushed again"
+        if not saves:
+            return 0
+        return wait_until_released(
+            self._free_bytes,
+            before=free,
+            expected=expected,
+            timeout_s=self.settings.release_timeout_s,
+        )
 
     def wake(self) -> None:
-        """Takes the memory again; the weights are garbage until the next `update_weights`."""
-        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+        """Takes the weights' memory again; they are garbage until the next `update_weights`.
 
-        tags = [tag for tag in _MEMORY_TAGS if tag in self._asleep]
-        if not tags:
-            return
-        self._process.call(
-            self._process.manager.resume_memory_occupation(
-                ResumeMemoryOccupationReqInput(tags=tags)
-            ),
-            timeout_s=self.settings.timeout_s,
-            what="resuming its memory",
-        )
-        self._asleep.clear()
+        That takes the cache's memory too.
+        """
+        self._resume("weights")
 
     def shutdown(self) -> None:
         """Ends the engine's processes, and those alone. May be called twice."""
@@ -200,8 +247,26 @@ class SGLangEngine:
     ) -> None:
         self.shutdown()
 
+    def _resume(self, tag: str) -> None:
+        """Takes memory again that `sleep` gave back; nothing if it did not."""
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        if tag not in self._asleep:
+            return
+        self._process.call(
+            self._process.manager.resume_memory_occupation(
+                ResumeMemoryOccupationReqInput(tags=[tag])
+            ),
+            timeout_s=self.settings.timeout_s,
+            what=f"resuming its memory ({tag})",
+        )
+        self._asleep.remove(tag)
+
+    def _free_bytes(self) -> int:
+        return free_bytes(self.settings.base_gpu_id)
+
     def _require_weights(self) -> None:
-        if self._asleep:
+        if "weights" in self._asleep:
             raise RuntimeError("the engine sleeps: call wake() and update_weights() first")
         if self._unusable is not None:
             raise RuntimeError(f"{self._unusable}: call update_weights() before generate()")
@@ -216,8 +281,22 @@ class SGLangEngine:
                 f"context_length {self.settings.context_length}: raise it, or filter long prompts"
             )
 
+    def _outputs(self, requests: Sequence[GenerationRequest]) -> list[dict[str, Any]]:
+        """SGLang's answers; a response that it broke off is sampled again, with its own seed."""
+        outputs = self._send(requests)
+        for _ in range(_ABORT_RETRIES):
+            lost = [i for i, output in enumerate(outputs) if _is_aborted(output)]
+            if not lost:
+                break
+            self._num_aborted += len(lost)
+            again = self._send([requests[i] for i in lost])
+            for i, output in zip(lost, again, strict=True):
+                outputs[i] = output
+        return outputs
+
     def _send(self, requests: Sequence[GenerationRequest]) -> list[dict[str, Any]]:
         """Sends all requests as one batch; SGLang sends a batch of ids as one message."""
+        from fastapi import HTTPException
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         batch = GenerateReqInput(
@@ -225,26 +304,29 @@ class SGLangEngine:
             sampling_params=[r.sampling.to_sglang(seed=r.seed) for r in requests],
             return_logprob=True,
         )
-        outputs: list[dict[str, Any]] = self._process.call(
-            anext(self._process.manager.generate_request(batch, None)),
-            timeout_s=self.settings.timeout_s,
-            what=f"generating {len(requests)} responses",
-        )
+        try:
+            outputs: list[dict[str, Any]] = self._process.call(
+                anext(self._process.manager.generate_request(batch, None)),
+                timeout_s=self.settings.timeout_s,
+                what=f"generating {len(requests)} responses",
+            )
+        except (ValueError, HTTPException) as error:  # how SGLang's manager reports a failure
+            raise EngineRefused(f"SGLang refused to generate: {error}") from error
         return outputs
 
     def _completion(self, output: dict[str, Any], request: GenerationRequest) -> Completion:
         meta = output["meta_info"]
         reason = meta["finish_reason"]
         if reason["type"] not in ("stop", "length"):
-            raise RuntimeError(f"SGLang did not finish a response: {reason}")
+            raise EngineRefused(f"SGLang did not finish a response: {reason}")
         if meta["weight_version"] != str(self._weight_version):
-            raise RuntimeError(
+            raise EngineRefused(
                 f"a response comes from weight version {meta['weight_version']}, and version "
                 f"{self._weight_version} was pushed last"
             )
         ids = tuple(output["output_ids"])
         if not ids:
-            raise RuntimeError(f"SGLang returned a response without tokens: {reason}")
+            raise EngineRefused(f"SGLang returned a response without tokens: {reason}")
         return Completion(
             token_ids=ids,
             log_probs=tuple(entry[0] for entry in meta["output_token_logprobs"]),
@@ -274,6 +356,10 @@ class SGLangEngine:
                 f"look in {self.settings.log_file} for hooks that failed"
             )
         self.flush()
+
+
+def _is_aborted(output: dict[str, Any]) -> bool:
+    return bool(output["meta_info"]["finish_reason"]["type"] == "abort")
 
 
 def _start(settings: EngineSettings) -> tuple[SGLangProcess, PortReservation]:

@@ -75,6 +75,7 @@ class SGLangProcess:
         self._children: list[BaseProcess] = []
         self._folder = Path(tempfile.mkdtemp(prefix="megappo-engine-"))
         self._sigquit_at: float | None = None
+        self._unanswered: str | None = None
         self._receiver: asyncio.Task[None] | None = None
         self._engine: Any = None
         self._closed = False
@@ -122,9 +123,11 @@ class SGLangProcess:
                     return future.result()
                 self._raise_if_dead(what)
                 if time.monotonic() > deadline:
+                    # Whoever tidies up after this must not wait as long again.
+                    self._unanswered = f"it did not answer within {timeout_s:g} s while {what}"
                     raise EngineDied(
                         f"SGLang did not answer within {timeout_s:g} s while {what}: raise "
-                        f"timeout_s, or look for the cause in {self._log_file}{self._log_tail()}"
+                        f"timeout_s, or look for the cause in {self._log_file}\n{self._log_tail()}"
                     )
         finally:
             future.cancel()
@@ -162,11 +165,12 @@ class SGLangProcess:
             except TimeoutError as error:
                 raise EngineDied(
                     f"SGLang did not start within {timeout_s:g} s: raise start_timeout_s, or look "
-                    f"for the cause in {self._log_file}{self._log_tail()}"
+                    f"for the cause in {self._log_file}\n{self._log_tail()}"
                 ) from error
             except Exception as error:
                 raise EngineDied(
-                    f"SGLang did not start: {error}. Its log {self._log_file}{self._log_tail()}"
+                    f"SGLang did not start: {error}; its log is {self._log_file}\n"
+                    f"{self._log_tail()}"
                 ) from error
             finally:
                 started = set(multiprocessing.active_children()) - before
@@ -202,7 +206,8 @@ class SGLangProcess:
         cause = self._cause_of_death()
         if cause is not None:
             raise EngineDied(
-                f"SGLang died while {what}: {cause}. Its log {self._log_file}{self._log_tail()}"
+                f"SGLang died while {what}: {cause}; its log is {self._log_file}\n"
+                f"{self._log_tail()}"
             )
 
     def _cause_of_death(self) -> str | None:
@@ -211,6 +216,8 @@ class SGLangProcess:
                 return f"process {child.pid} ended with exit code {child.exitcode}"
         if self._receiver is not None and self._receiver.done():
             return f"its request manager stopped: {self._receiver.exception()!r}"
+        if self._unanswered is not None:
+            return self._unanswered
         quit_at = self._sigquit_at
         if quit_at is not None and time.monotonic() - quit_at > _GRACE_AFTER_SIGQUIT_S:
             return "it reported a failure by SIGQUIT"
@@ -222,9 +229,9 @@ class SGLangProcess:
 
     def _log_tail(self) -> str:
         if not self._log_file.exists():
-            return " is empty"
+            return "The log is empty."
         lines = self._log_file.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
-        return " ends with:\n" + "\n".join(lines)
+        return "The log ends with:\n" + "\n".join(lines)
 
     def _ask_to_exit(self) -> None:
         """Lets the schedulers free device memory themselves, which a kill may not."""

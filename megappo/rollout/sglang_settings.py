@@ -57,7 +57,7 @@ class EngineSettings:
     """Share the computation of equal prompt beginnings. Worth it for long prompts; short ones are
     faster without."""
     memory_saver: bool = False
-    """Whether `sleep` can give device memory back (CUDA)."""
+    """Whether `sleep` can give device memory back; CUDA graphs and NCCL keep theirs."""
     num_threads: int = 1
     """CPU threads of each of the engine's processes."""
     bucket_bytes: int = 256 << 20
@@ -68,6 +68,8 @@ class EngineSettings:
     """For the start, reading the weights included."""
     timeout_s: float = 3600.0
     """For one call: generation or weight push."""
+    release_timeout_s: float = 60.0
+    """For the device memory to be free after `sleep` (CUDA)."""
 
     def __post_init__(self) -> None:
         if self.device not in _DEVICES:

@@ -13,12 +13,13 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megappo.rollout.engine import SyncReport
+from megappo.rollout.engine import EngineDied, EngineRefused, SyncReport
 from megappo.rollout.sglang_process import SGLangProcess
 
 _ALIGNMENT = 16
@@ -48,7 +49,7 @@ def push_weights(
 
     Raises:
         ValueError: a name is unknown, missing or comes twice.
-        RuntimeError: SGLang refused a bucket, or reports another version.
+        EngineRefused: SGLang refused a bucket, or reports another version.
         EngineDied: the engine's processes are gone.
     """
     start = time.monotonic()
@@ -122,19 +123,22 @@ class _Push:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """SGLang's bracket around an update; closed on any exception, so that another can open."""
+        """SGLang's bracket around an update; closed on an exception, so that another can open."""
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
 
         manager = self._process.manager
         self._request(
             manager.begin_weight_update(BeginWeightUpdateReqInput(), None), "opening an update"
         )
+        close = partial(manager.end_weight_update, EndWeightUpdateReqInput(), None)
         try:
             yield
-        finally:
-            self._request(
-                manager.end_weight_update(EndWeightUpdateReqInput(), None), "closing an update"
-            )
+        except EngineDied:
+            raise  # Nobody is left to close it, and trying would hide where the engine died.
+        except BaseException:
+            self._request(close(), "closing an update")
+            raise
+        self._request(close(), "closing an update")
 
     def send(self, bucket: list[tuple[str, Tensor]]) -> None:
         """Packs one bucket and waits until every process has loaded it."""
@@ -166,12 +170,12 @@ class _Push:
         )
         reported = manager.config_value("weight_version")
         if reported != str(version):
-            raise RuntimeError(f"weight version {version} was set, and SGLang reports {reported}")
+            raise EngineRefused(f"weight version {version} was set, and SGLang reports {reported}")
 
     def _request(self, request: Any, what: str) -> None:
         success, message = self._process.call(request, timeout_s=self._timeout_s, what=what)
         if not success:
-            raise RuntimeError(f"SGLang refused {what}: {message}")
+            raise EngineRefused(f"SGLang refused {what}: {message}")
 
     def _payload(self, bucket: list[tuple[str, Tensor]]) -> list[bytes]:
         """The bucket as SGLang's flattened form, serialised for each process."""

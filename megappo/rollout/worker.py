@@ -7,31 +7,30 @@ text is only carried along for rewards and people.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from megappo.distributed.parallel import ParallelContext, all_gather_objects
-from megappo.rollout.engine import GenerationRequest, RolloutEngine, SyncReport
+from megappo.rollout.engine import GenerationRequest, SyncReport
+from megappo.rollout.recovery import EngineKeeper, WeightSource
 from megappo.rollout.sampling import SamplingSettings, sample_seed
 from megappo.types import Completion, Prompt, PromptBatch, RolloutBatch, collate
 
 
 @dataclass(kw_only=True)
 class RolloutWorker:
-    """One engine a rank."""
+    """One engine a rank; a failed one is replaced on the way, and nobody here notices."""
 
-    engine: RolloutEngine
+    engine: EngineKeeper
     context: ParallelContext
     seed: int
     n: int
     sampling: SamplingSettings
-    weight_names: frozenset[str]
-    """Every tensor of the model in Hugging Face names: a push sends each of them once."""
+    sleeps: bool
+    """Whether engines give their device memory back while the trainer works."""
 
     def generate(self, batch: PromptBatch, *, step: int) -> RolloutBatch:
-        """`n` samples of each prompt, siblings next to each other. Collective over the replica.
+        """`n` samples of each prompt, siblings next to each other. Collective over the world.
 
         A sample's seed depends on (seed, step, row, sample) alone: not on ranks, order or batch.
         """
@@ -52,9 +51,9 @@ class RolloutWorker:
     def answer(
         self, prompts: Sequence[Prompt], sampling: SamplingSettings, n: int
     ) -> list[Completion]:
-        """`n` samples of each prompt, for validation. Collective over ranks that share an engine.
+        """`n` samples of each prompt by this rank's engine, for validation.
 
-        They call equally often, perhaps without any prompt.
+        Collective over the world: a rank without prompts calls it with none.
         """
         requests = [
             GenerationRequest(
@@ -72,13 +71,14 @@ class RolloutWorker:
         size, rank = self.context.model_size, self.context.model_rank
         return range(count * rank // size, count * (rank + 1) // size)
 
-    def push(self, named_tensors: Iterator[tuple[str, Tensor]], *, version: int) -> SyncReport:
-        """New weights, in Hugging Face names. Collective over the replica: the iterator gathers.
+    def sleep(self) -> int:
+        """Device bytes that this rank's engine gives the trainer until the next push."""
+        return self.engine.sleep() if self.sleeps else 0
 
-        Every later response must report `version`.
+    def push(self, source: WeightSource, *, version: int) -> SyncReport | None:
+        """New weights, in Hugging Face names, for engines that then are awake.
+
+        Collective over the world. Every later response must report `version`; `EngineKeeper.push`
+        says when there is no report.
         """
-        return self.engine.update_weights(
-            named_tensors,
-            expected_names=self.weight_names,
-            version=version,
-        )
+        return self.engine.push(source, version=version)

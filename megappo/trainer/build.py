@@ -24,6 +24,7 @@ from megappo.roles.base import Network
 from megappo.roles.critic import Critic
 from megappo.rollout.engine import RolloutEngine
 from megappo.rollout.megatron_engine import MegatronEngine
+from megappo.rollout.recovery import EngineKeeper
 from megappo.rollout.sampling import SamplingSettings, end_token_ids
 from megappo.rollout.sglang_engine import EngineSettings, SGLangEngine
 from megappo.rollout.worker import RolloutWorker
@@ -52,13 +53,20 @@ def build_trainer(
         total_optimizer_steps=found.total_steps * found.plan.optimizer_steps_per_step,
     )
     mini_batch = found.plan.samples_per_mini_batch_and_dp_rank
+    with all_ranks_or_none(context, f"starting the {config.rollout.engine} engine"):
+        engine = EngineKeeper(
+            lambda: _engine(config, found, context, actor, log_file),
+            context=context,
+            weight_names=frozenset(hf_names(found.actor_spec)),
+            max_restarts=config.rollout.max_restarts,
+        )
     rollouts = RolloutWorker(
-        engine=_engine(config, found, context, actor, log_file),
+        engine=engine,
         context=context,
         seed=config.trainer.seed,
         n=config.rollout.n,
         sampling=_sampling(config),
-        weight_names=frozenset(hf_names(found.actor_spec)),
+        sleeps=config.rollout.sleep,
     )
     return PPOTrainer(
         context=context,
@@ -304,10 +312,9 @@ def _stop_token_ids(config: Config) -> tuple[int, ...]:
 def _engine(
     config: Config, found: Preflight, context: ParallelContext, actor: Actor, log_file: Path
 ) -> RolloutEngine:
-    """What `rollout.engine` names. Collective over the world."""
+    """What `rollout.engine` names, with the model folder's weights or the actor's own."""
     if config.rollout.engine == "sglang":
-        with all_ranks_or_none(context, "starting the SGLang engine"):
-            return SGLangEngine(_engine_settings(config, context, log_file))
+        return SGLangEngine(_engine_settings(config, context, log_file))
     (chunk,) = actor.policy.network.chunks
     return MegatronEngine(
         chunk=chunk,
@@ -342,5 +349,6 @@ def _engine_settings(config: Config, context: ParallelContext, log_file: Path) -
         local_rank=context.local_rank,
         bucket_bytes=config.rollout.sync_bucket_bytes,
         timeout_s=config.rollout.timeout_s,
+        memory_saver=config.rollout.sleep and on_cuda,
         trust_remote_code=config.model.trust_remote_code,
     )

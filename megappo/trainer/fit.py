@@ -21,6 +21,7 @@ from megappo.distributed.parallel import all_ranks_or_none, any_rank
 from megappo.errors import StopRequested
 from megappo.loggers import Logger
 from megappo.models.weights import save_hf
+from megappo.rollout.recovery import EnginesLost
 from megappo.trainer.evaluate import Evaluator
 from megappo.trainer.ppo_trainer import PPOTrainer
 from megappo.trainer.records import Records
@@ -53,22 +54,19 @@ class Run:
         Raises:
             StopRequested: a signal came; the state is saved.
             GuardStop: a guard ended the run.
+            EnginesLost: an engine failed more often than `rollout.max_restarts` allows; the state
+                is saved, if a step was begun.
         """
         trainer = self.trainer
         if checkpoint is not None:
             self._resume(checkpoint)
         trainer.push_weights()
         if checkpoint is None and self.config.trainer.val_before_train:
-            self._log(0, self._validate())
+            self._log(0, {**self._validate(), **self._engine_metrics(0)})
         while trainer.step_number < self.total_steps:
-            metrics = dict(trainer.step())
+            self._step()
             step = trainer.step_number
             is_last = step == self.total_steps
-            every = self.config.trainer.test_freq
-            if self._due(step, every) or (is_last and every > 0):
-                metrics |= self._validate()
-            self._log(step, metrics)
-            self._warn(step, metrics)
             stopping = any_rank(self.stop_requested(), trainer.context)
             if self._due(step, self.config.trainer.save_freq) or is_last or stopping:
                 self._save(step)
@@ -76,6 +74,43 @@ class Run:
                 raise StopRequested(f"stopped by a signal after step {step}; state saved")
         if self.config.checkpoint.export_hf:
             self._export()
+
+    def _step(self) -> None:
+        """One step and the validation that is due after it, logged. Collective over the world.
+
+        Raises:
+            EnginesLost: an engine failed too often; the state is saved. A step that was not applied
+                is not counted, and a resumed run draws its prompts again.
+        """
+        trainer = self.trainer
+        sampler = trainer.sampler.state_dict()
+        metrics: dict[str, float] = {}
+        try:
+            metrics |= trainer.step()
+            step = trainer.step_number
+            every = self.config.trainer.test_freq
+            if self._due(step, every) or (step == self.total_steps and every > 0):
+                metrics |= self._validate()
+        except EnginesLost:
+            if metrics:
+                self._log(step, metrics | self._engine_metrics(step))
+            else:
+                trainer.sampler.load_state_dict(sampler)
+                self._engine_metrics(trainer.step_number + 1)
+            self._save(trainer.step_number)
+            raise
+        self._log(step, metrics | self._engine_metrics(step))
+        self._warn(step, metrics)
+
+    def _engine_metrics(self, step: int) -> dict[str, float]:
+        """What happened to engines since the last call, over all ranks; restarts become events."""
+        incidents = self.trainer.rollouts.engine.take_incidents()
+        for restart in incidents.restarts:
+            self._event("engine_restarted", step, rank=restart.rank, reason=restart.reason)
+        return {
+            "rollout/engine_restarts": float(len(incidents.restarts)),
+            "rollout/aborted": float(incidents.num_aborted),
+        }
 
     def close(self) -> None:
         """Ends the engine and the loggers; safe after an error."""

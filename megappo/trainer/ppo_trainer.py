@@ -6,7 +6,7 @@ of the paper's setting: nothing is discounted over sentences, an episode is one 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -27,7 +27,7 @@ from megappo.trainer.estimate import Estimator
 from megappo.trainer.guard import Guard
 from megappo.trainer.memory import ModelMemory
 from megappo.trainer.micro_batches import MicroBatchPlanner, as_mini_batches, as_passes
-from megappo.trainer.resources import resource_metrics
+from megappo.trainer.resources import GIB, resource_metrics
 from megappo.trainer.scoring import BatchScorer
 from megappo.trainer.stopwatch import Stopwatch
 from megappo.types import MiniBatch, PromptBatch, RolloutBatch
@@ -78,6 +78,8 @@ class PPOTrainer:
         with watch.phase("score"):
             batch = self.scorer.score(batch, self.rollouts.my_part(len(batch)), tally)
         self.last_batch = batch
+        with watch.phase("sleep"):
+            released = self.rollouts.sleep()
         with watch.phase("balance"):
             batch, balance_metrics = self._balance(batch)
             actor_plan = self.plan.actor.plan(batch.total_lengths)
@@ -112,18 +114,30 @@ class PPOTrainer:
             **balance_metrics,
             **reduce_tally(tally, self.context),
             **self._optimizer_metrics(actor_norms, critic_norms),
-            **self._speed(watch.metrics(), batch, self.memory.report(memory)),
+            **self._speed(
+                watch.metrics(), batch, {**self.memory.report(memory), **self._released(released)}
+            ),
         }
 
     def push_weights(self) -> None:
-        """The actor's weights to this rank's engine, as version step + 1; 0 are the folder's.
+        """The actor's weights to every engine, as version step + 1; 0 are the folder's.
 
-        Collective over the replica.
+        Collective over the world.
         """
-        network = self.actor.policy.network
+        if self.rollouts.sleeps:
+            self.memory.offload()  # An engine that wakes needs the room.
+        self.rollouts.push(self._export, version=self.step_number + 1)
+
+    def _export(self) -> Iterator[tuple[str, Tensor]]:
+        """The actor's weights as they are now. Collective, like `export_hf`."""
         with on_device(self.actor.trainable.memory, "params"):
-            tensors = export_hf(self.actor.trainable.chunks, network.spec)
-            self.rollouts.push(tensors, version=self.step_number + 1)
+            yield from export_hf(self.actor.trainable.chunks, self.actor.policy.network.spec)
+
+    def _released(self, num_bytes: int) -> dict[str, float]:
+        """What sleeping engines gave to the device; a CPU has no memory of theirs to count."""
+        if not self.rollouts.sleeps or self.context.device.type != "cuda":
+            return {}
+        return {"perf/engine_released_gb": num_bytes / GIB}
 
     def _next_prompts(self) -> PromptBatch:
         epoch, rows = self.sampler.next_batch()

@@ -11,6 +11,7 @@ import torch
 PHASES = (
     "generate",
     "score",
+    "sleep",
     "balance",
     "log_probs",
     "ref",

@@ -95,7 +95,8 @@ def test_every_step_has_the_names_that_the_design_fixes(undisturbed):
         "timing_s/update_actor", "timing_s/update_critic", "timing_s/sync", "timing_s/other",
         "timing_s/step", "timing_s/balance", "perf/throughput", "perf/cpu_memory_used_gb",
         "perf/activations_gb/actor", "perf/optimizer_gb/critic", "perf/offloaded_gb",
-        "perf/grad_sync_wait_s/actor", "balance/cost_ratio_after",
+        "perf/grad_sync_wait_s/actor", "balance/cost_ratio_after", "timing_s/sleep",
+        "rollout/engine_restarts", "rollout/aborted",
     }  # fmt: skip
     for row in rows[1:]:
         assert wanted <= row.keys()
@@ -197,6 +198,89 @@ def test_a_killed_run_goes_on_to_the_same_numbers_bit_for_bit(root, undisturbed)
     assert weights_hash(run_dir) == weights_hash(undisturbed[0])
     kinds = [json.loads(line)["kind"] for line in (run_dir / "events.jsonl").open()]
     assert kinds == ["saved", "resumed", "saved", "exported"]
+
+
+def killed_command(root: Path, *overrides: str, kills: list[dict[str, object]]) -> list[str]:
+    return [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
+        str(Path(__file__).parent / "killed_train.py"), json.dumps(kills), str(root / "run.yaml"),
+        f"trainer.run_dir={root / 'engines_killed'}", "rollout.sleep=true",
+        "rollout.sync_bucket_bytes=20000", *overrides,
+    ]  # fmt: skip
+
+
+def run_killed(root: Path, *overrides: str, kills: list[dict[str, object]]) -> tuple[int, str]:
+    """Exit code and screen; nothing of the run may outlive it."""
+    marker = str(root / "engines_killed")
+    done = subprocess.run(
+        killed_command(root, *overrides, kills=kills),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIME_LIMIT_S,
+        check=False, env=os.environ | {"OMP_NUM_THREADS": "1", "MEGAPPO_TEST_RUN": marker},
+    )  # fmt: skip
+    orphans = [p for p in psutil.process_iter() if is_of_run(p, marker)]
+    assert psutil.wait_procs(orphans, timeout=20)[1] == []
+    return done.returncode, done.stdout
+
+
+def is_of_run(process: psutil.Process, marker: str) -> bool:
+    try:
+        return process.environ().get("MEGAPPO_TEST_RUN") == marker
+    except psutil.Error:  # it ended meanwhile, or is somebody else's
+        return False
+
+
+@pytest.fixture(scope="module")
+def engines_killed(root):
+    """A run that ends with its first engine, and is then continued through three more deaths."""
+    run_dir = root / "engines_killed"
+    kills = [{"rank": 1, "when": "generating", "version": 2}]
+    code, screen = run_killed(root, "rollout.max_restarts=0", kills=kills)
+    latest = (run_dir / "checkpoints" / "latest").read_text()
+    kills = [
+        {"rank": 1, "when": "generating", "version": 2},
+        {"rank": 0, "when": "syncing", "version": 4},
+        {"rank": 1, "when": "asleep", "version": 3},
+    ]
+    resumed = run_killed(root, kills=kills)
+    logs = "\n".join(p.read_text()[-3000:] for p in (run_dir / "logs").glob("rank*.log"))
+    assert resumed[0] == 0, f"{resumed[1]}\n{logs}"
+    return {"run_dir": run_dir, "code": code, "screen": screen, "latest": latest}
+
+
+def test_a_run_without_restarts_left_ends_with_the_cause_and_a_checkpoint(engines_killed):
+    assert engines_killed["code"] == 1
+    assert "exitcode  : 1" in engines_killed["screen"]
+    assert (
+        "EnginesLost: the engine of rank 1 failed after 0 restarts, and rollout.max_restarts is 0: "
+        "SGLang died while generating 16 responses"
+    ) in engines_killed["screen"]
+    assert engines_killed["latest"] == "step_000001\n"  # save_freq is 2: the failure saved it
+
+
+def test_a_run_whose_engines_are_killed_has_the_undisturbed_runs_numbers(
+    engines_killed, undisturbed
+):
+    """While generating, in the middle of a push and asleep; then the run is resumed as well."""
+    found, expected = metrics(engines_killed["run_dir"]), metrics(undisturbed[0])
+    restarts = [row.pop("rollout/engine_restarts") for row in found]
+    aborted = [row.pop("rollout/aborted") for row in found]
+    for row in expected:
+        assert row.pop("rollout/engine_restarts") == row.pop("rollout/aborted") == 0
+    assert found == expected
+    assert weights_hash(engines_killed["run_dir"]) == weights_hash(undisturbed[0])
+    assert restarts == [0, 0, 1, 2, 0]
+    assert aborted == [0, 0, 16, 0, 0]
+
+
+def test_a_restart_of_an_engine_is_an_event_with_rank_and_reason(engines_killed):
+    lines = (engines_killed["run_dir"] / "events.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    restarts = [e for e in events if e["kind"] == "engine_restarted"]
+    assert [(e["step"], e["rank"]) for e in restarts] == [(2, 1), (3, 0), (3, 1)]
+    for event, what in zip(restarts, ("generating", "loading", "resuming"), strict=True):
+        assert event["reason"].startswith(f"SGLang died while {what}")
+        assert "ended with exit code -9" in event["reason"]
+        assert "\n" not in event["reason"]
 
 
 def test_a_finished_run_says_so_and_ends_well(root, undisturbed):

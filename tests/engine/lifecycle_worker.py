@@ -5,6 +5,7 @@ Usage: python lifecycle_worker.py MODEL FOLDER. A SIGKILL of this process ends t
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import multiprocessing
@@ -117,6 +118,10 @@ def run(
     facts["stolen_port"], facts["port"] = stolen[0], first._ports.ports[0]
     facts["first_run"] = answer(first)
     socket_folder = first._process._folder
+    first.settings = dataclasses.replace(settings, timeout_s=3.0)
+    os.kill(first.pids[0], signal.SIGSTOP)
+    facts["hung_while_generating"] = death(first)
+    facts["asked_after_it_hung"] = death(first)
     first.shutdown()
     facts["children_after_shutdown"] = children()
     facts["socket_folder_exists"] = socket_folder.exists()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import statistics
+import threading
 from pathlib import Path
 
 import psutil
@@ -291,6 +293,68 @@ def test_answers_of_stale_weights_are_an_error_that_names_both_versions(engine):
     assert ask(engine, PROMPTS, GREEDY)
 
 
+def test_responses_that_are_broken_off_are_sampled_again_and_counted(engine):
+    sampling = SamplingSettings(max_new_tokens=100, ignore_eos=True)
+    prompts = [PROMPTS[i % 6] for i in range(64)]
+    before = engine.num_aborted
+    undisturbed = [c.token_ids for c in ask(engine, prompts, sampling)]
+    assert engine.num_aborted == before
+    process = engine._process
+    abort = threading.Timer(
+        0.3,
+        process._engine.loop.call_soon_threadsafe,
+        (process.manager.abort_request, "", True),
+    )
+    abort.start()
+    completions = ask(engine, prompts, sampling)
+    assert [c.token_ids for c in completions] == undisturbed
+    assert {c.finish_reason for c in completions} == {"length"}
+    assert 0 < engine.num_aborted - before <= 64
+
+
+def test_two_thousand_requests_at_once_need_few_descriptors(engine):
+    prompts = [(3 + i % 120, 40 + i % 7) for i in range(2048)]
+    one = SamplingSettings(max_new_tokens=1, ignore_eos=True)
+    child, mine = psutil.Process(engine.pids[0]), psutil.Process()
+    limits = child.rlimit(psutil.RLIMIT_NOFILE), mine.rlimit(psutil.RLIMIT_NOFILE)
+    assert max(child.num_fds(), mine.num_fds()) < 256
+    try:
+        child.rlimit(psutil.RLIMIT_NOFILE, (256, limits[0][1]))
+        mine.rlimit(psutil.RLIMIT_NOFILE, (256, limits[1][1]))
+        assert len(ask(engine, prompts, one)) == 2048
+    finally:
+        child.rlimit(psutil.RLIMIT_NOFILE, limits[0])
+        mine.rlimit(psutil.RLIMIT_NOFILE, limits[1])
+
+
+def test_200_cycles_of_sleep_and_push_leave_memory_and_descriptors_flat(engine, tiny_weights):
+    processes = [psutil.Process(), psutil.Process(engine.pids[0])]
+    sampling = SamplingSettings(max_new_tokens=2, ignore_eos=True)
+
+    def cycle() -> list[tuple[int, int]]:
+        assert len(ask(engine, PROMPTS[:2], sampling)) == 2
+        assert engine.sleep() == 0
+        engine.wake()
+        push_names(engine, tiny_weights, tiny_weights)
+        return [(p.memory_info().rss, p.num_fds()) for p in processes]
+
+    seen = [cycle() for _ in range(int(os.environ.get("CYC", "200")))]
+    for i in range(2):
+        after_tenth = [cycle[i] for cycle in seen[10:]]
+        growth = statistics.mean(rss for rss, _ in after_tenth[-20:]) - statistics.mean(
+            rss for rss, _ in after_tenth[:20]
+        )
+        print("growth", i, growth / 2**20, after_tenth[0], after_tenth[-1])
+        assert growth < 4 * 2**20
+        assert max(fds for _, fds in after_tenth) <= after_tenth[0][1] + 1
+
+
+def test_the_engine_knows_the_memory_that_sleep_gives_back(engine, tiny_weights):
+    weights = sum(w.nbytes for w in tiny_weights.values())
+    cache = engine.settings.cache_tokens * 2 * 2 * 2 * 16 * 4  # K and V, layers, heads, width, fp32
+    assert engine.memory_bytes() == pytest.approx(weights + cache, rel=0.1)
+
+
 def test_after_sleep_the_engine_answers_only_once_weights_were_pushed(engine, tiny_weights):
     # At once after generating: SGLang's scheduler is not idle yet, and must not die of that.
     before = ask(engine, PROMPTS, GREEDY)
@@ -302,6 +366,7 @@ def test_after_sleep_the_engine_answers_only_once_weights_were_pushed(engine, ti
     engine.wake()
     with pytest.raises(RuntimeError, match="weights were not pushed again"):
         ask(engine, PROMPTS, GREEDY)
+    assert engine._asleep == {"kv_cache"}, "the cache's memory waits for the weights"
     push_names(engine, tiny_weights, tiny_weights)
     assert ask(engine, PROMPTS, GREEDY) == before
 

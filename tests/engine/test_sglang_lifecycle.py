@@ -71,6 +71,13 @@ def test_a_death_is_an_exception_within_seconds(facts, when):
     assert facts[when]["seconds"] < 10
 
 
+def test_an_engine_that_hangs_is_an_exception_after_the_time_limit_and_at_once_from_then_on(facts):
+    assert "did not answer within 3 s while generating" in facts["hung_while_generating"]["message"]
+    assert 3 <= facts["hung_while_generating"]["seconds"] < 10
+    assert "did not answer within 3 s" in facts["asked_after_it_hung"]["message"]
+    assert facts["asked_after_it_hung"]["seconds"] < 1
+
+
 def test_the_engine_writes_to_its_log_and_not_to_the_screen(facts):
     assert "Load weight end" not in facts["output"]
     assert "exception" not in facts["output"].lower()

@@ -1,3 +1,5 @@
+import importlib.util
+
 import pytest
 
 from megappo.config import ConfigError, load
@@ -226,3 +228,29 @@ def test_the_in_process_engine_runs_under_tensor_and_sequence_parallelism(make):
 def test_an_unknown_engine_is_refused_with_the_known_ones(make):
     with pytest.raises(ConfigError, match=r"rollout\.engine.*'sglang'.*'megatron'"):
         make("rollout.engine=vllm")
+
+
+def test_an_engines_time_limit_must_end_before_the_collectives_that_wait_for_it(make):
+    with pytest.raises(
+        ConfigError, match=r"rollout.timeout_s is 1800: .* must be under .*\(1800\)"
+    ):
+        make("rollout.timeout_s=1800")
+    assert make("rollout.timeout_s=1799").rollout.timeout_s == 1799
+
+
+def test_max_restarts_may_be_0_and_not_less(make):
+    assert make("rollout.max_restarts=0").rollout.max_restarts == 0
+    with pytest.raises(ConfigError, match=r"rollout.max_restarts is -1: it must be 0 or more"):
+        make("rollout.max_restarts=-1")
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torch_memory_saver") is not None, reason="the package is installed"
+)
+def test_engines_that_sleep_on_cuda_need_the_package_that_releases_memory(make):
+    config = make("rollout.sleep=true")
+    (problem,) = check_device_features(config, "cuda")
+    assert "rollout.sleep is True" in problem
+    assert "pip install torch-memory-saver" in problem
+    assert check_device_features(config, "cpu") == []
+    assert check_device_features(make(), "cuda") == []
