@@ -10,6 +10,8 @@ CUDA, where SGLang's own platform is right and this one stays inactive.
 
 from __future__ import annotations
 
+import gc
+
 import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
@@ -24,6 +26,13 @@ class CpuReferencePlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
     def get_default_attention_backend(self) -> str:
         """PyTorch's scaled dot product attention, one sequence at a time."""
         return "torch_native"
+
+    def empty_cache(self) -> None:
+        """Collects young garbage: what a push or a flush left behind.
+
+        SGLang's own collects all of it, 0.4 s of CPU for each flush.
+        """
+        gc.collect(1)
 
     def is_pin_memory_available(self, device: object = None) -> bool:
         """Pinned memory is for copies to a GPU, and there is none."""
