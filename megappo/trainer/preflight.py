@@ -306,8 +306,8 @@ def _warnings(config: Config) -> list[str]:
     found = []
     if config.rollout.truncates:
         found.append(
-            "rollout.top_p/top_k leave out tokens: the engine's log-probs are of the kept set and "
-            "cannot be compared with the trainer's, so guard.max_log_prob_diff and "
+            "rollout.top_p/top_k leave out tokens: on CUDA the engine's log-probs are of the kept "
+            "set and cannot be compared with the trainer's, so guard.max_log_prob_diff and "
             "guard.warn_log_prob_diff do not check, and rollout/* metrics of the gap mean nothing; "
             "old log-probs are the trainer's, over the full vocabulary"
         )
