@@ -44,7 +44,8 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument(
         "--world-size",
         type=int,
-        help="ranks that will be started; one replica (TP x PP x CP) if not given",
+        help="ranks that will be started, on one node; as few as replicas (TP x PP x CP) and "
+        "engines (rollout.tp) allow if not given",
     )
     check.set_defaults(run=_check)
 
@@ -79,7 +80,7 @@ def _check(args: argparse.Namespace) -> int:
     world_size = args.world_size
     if world_size is None:
         dense, experts = layout.tp * layout.cp, layout.expert_tp * layout.ep
-        world_size = math.lcm(dense, experts) * layout.pp
+        world_size = math.lcm(math.lcm(dense, experts) * layout.pp, config.rollout.tp)
     found = preflight(config, world_size)
     for line in found.plan.lines():
         sys.stdout.write(line + "\n")

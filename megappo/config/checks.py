@@ -28,6 +28,7 @@ class BatchPlan:
     ep: int
     etp: int
     dp: int
+    rollout_tp: int
     prompts_per_step: int
     samples_per_step: int
     prompts_per_dp_rank: int
@@ -46,6 +47,7 @@ class BatchPlan:
         return [
             f"parallel   {self.world_size} ranks = TP {self.tp} x PP {self.pp}{chunks} x CP "
             f"{self.cp} x DP {self.dp}{experts}",
+            f"rollout    {self.world_size // self.rollout_tp} engines of TP {self.rollout_tp}",
             f"batch      {self.prompts_per_step} prompts x n {_ratio(self)} = "
             f"{self.samples_per_step} samples a step; {self.prompts_per_dp_rank} prompts, "
             f"{self.samples_per_dp_rank} samples a DP rank",
@@ -196,7 +198,15 @@ def _check_megatron_engine(config: Config) -> list[str]:
         )
         if size > 1
     }
-    problems = [
+    wide_engine = (
+        [
+            f"rollout.tp is {config.rollout.tp}: rollout.engine megatron runs on the ranks that "
+            "train, under parallel.tp; set rollout.tp=1, or rollout.engine=sglang"
+        ]
+        if config.rollout.tp > 1
+        else []
+    )
+    problems = wide_engine + [
         f"parallel.{name} is {size}: rollout.engine megatron generates under tensor parallelism "
         f"alone; set parallel.{name}=1, or rollout.engine=sglang"
         for name, size in wide.items()
@@ -252,8 +262,16 @@ def _check_memory_saver(config: Config) -> list[str]:
     ]
 
 
-def plan_batches(config: Config, world_size: int) -> tuple[BatchPlan | None, list[str]]:
-    """The batch arithmetic of a world size, or the rules that it breaks, with the numbers."""
+def plan_batches(
+    config: Config, world_size: int, *, local_world_size: int | None = None
+) -> tuple[BatchPlan | None, list[str]]:
+    """The batch arithmetic of a world size, or the rules that it breaks, with the numbers.
+
+    Args:
+        config: of the run.
+        world_size: ranks in all.
+        local_world_size: ranks of a node; None where all are on one.
+    """
     layout = config.parallel
     if world_size < 1:
         return None, [f"world size is {world_size}: start at least one rank"]
@@ -273,7 +291,8 @@ def plan_batches(config: Config, world_size: int) -> tuple[BatchPlan | None, lis
             "multiple of it, or change parallel.ep or parallel.etp"
         ]
     dp = world_size // model_ranks
-    problems = _check_batch(config, dp, model_ranks)
+    problems = _check_rollout_groups(config.rollout.tp, world_size, local_world_size or world_size)
+    problems += _check_batch(config, dp, model_ranks)
     if problems:
         return None, problems
     n = config.rollout.n
@@ -288,6 +307,7 @@ def plan_batches(config: Config, world_size: int) -> tuple[BatchPlan | None, lis
         ep=layout.ep,
         etp=layout.expert_tp,
         dp=dp,
+        rollout_tp=config.rollout.tp,
         prompts_per_step=prompts,
         samples_per_step=prompts * n,
         prompts_per_dp_rank=prompts // dp,
@@ -298,6 +318,21 @@ def plan_batches(config: Config, world_size: int) -> tuple[BatchPlan | None, lis
         critic_micro_batches=_cut_in_words(config.critic, mini),
     )
     return plan, []
+
+
+def _check_rollout_groups(tp: int, world_size: int, local_world_size: int) -> list[str]:
+    """An engine has `tp` consecutive ranks, and all of them on one node."""
+    if world_size % tp:
+        return [
+            f"rollout.tp is {tp}: {world_size} ranks cannot be split into engines of {tp} ranks "
+            f"each; start a multiple of {tp}, or choose a rollout.tp that divides {world_size}"
+        ]
+    if local_world_size % tp:
+        return [
+            f"rollout.tp is {tp}: a node has {local_world_size} ranks, so some engine would lie on "
+            f"two nodes; choose a rollout.tp that divides {local_world_size}"
+        ]
+    return []
 
 
 def _cut_in_words(role: ActorSection | CriticSection, samples: int) -> str:

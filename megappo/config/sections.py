@@ -96,7 +96,7 @@ class ValSamplingSection:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSection:
-    """Generation, one engine a rank."""
+    """Generation, one engine for each `tp` consecutive ranks."""
 
     engine: Literal["sglang", "megatron"] = opt(
         "sglang",
@@ -106,6 +106,12 @@ class RolloutSection:
         verl=R + "name",
     )
     n: int = opt(1, "responses a prompt", verl=R + "n")
+    tp: int = opt(
+        1,
+        "consecutive ranks of one node that share an engine, which splits the model over as many "
+        "devices; independent of parallel.*",
+        verl=R + "tensor_model_parallel_size",
+    )
     temperature: float = opt(1.0, "every log-prob is of logits/temperature", verl=R + "temperature")
     top_p: float = opt(1.0, "nucleus; 1 keeps all", verl=R + "top_p")
     top_k: int = opt(-1, "likeliest tokens kept; -1 keeps all", verl=R + "top_k")
@@ -122,6 +128,11 @@ class RolloutSection:
     )
     sync_bucket_bytes: int = opt(
         64 * 1024 * 1024, "weights go to the engine in buckets of at most this size"
+    )
+    verify_sync: Literal["never", "first", "always"] = opt(
+        "first",
+        "compare checksums of chosen weights in the engine with what was sent: never, after an "
+        "engine's first push, or after each",
     )
     timeout_s: float = opt(
         600.0, "seconds: an engine that gives no answer for so long has failed, and is replaced"
@@ -156,6 +167,7 @@ class RolloutSection:
         )  # fmt: skip
         p.positive(
             n=self.n,
+            tp=self.tp,
             max_response_length=self.max_response_length,
             max_running_requests=self.max_running_requests,
             sync_bucket_bytes=self.sync_bucket_bytes,

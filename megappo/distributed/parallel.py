@@ -14,7 +14,7 @@ import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +38,8 @@ class LaunchEnvironment:
     rank: int
     world_size: int
     local_rank: int
+    local_world_size: int
+    """ranks of this node"""
 
     @classmethod
     def read(cls) -> LaunchEnvironment:
@@ -49,7 +51,7 @@ class LaunchEnvironment:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         found = {n: os.environ[n] for n in names if n in os.environ}
         if not found:
-            return cls(rank=0, world_size=1, local_rank=0)
+            return cls(rank=0, world_size=1, local_rank=0, local_world_size=1)
         if len(found) < len(names) or not all(v.isdigit() for v in found.values()):
             raise UserError(
                 f"the environment has {found}, but {', '.join(names)} must all be set to numbers: "
@@ -59,6 +61,8 @@ class LaunchEnvironment:
             rank=int(found["RANK"]),
             world_size=int(found["WORLD_SIZE"]),
             local_rank=int(found["LOCAL_RANK"]),
+            # torchrun sets it; without it all ranks count as one node's.
+            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", found["WORLD_SIZE"])),
         )
 
 
@@ -262,7 +266,9 @@ def start(
         cp_rank=parallel_state.get_context_parallel_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(),
         world_group=dist.new_group(backend="gloo", timeout=timeout),
-        model_group=_model_group(launch.rank, tp=tp, cp=cp, dp=dp, pp=pp, timeout=timeout),
+        model_group=group_of(
+            launch.rank, replicas(tp=tp, cp=cp, dp=dp, pp=pp), timeout_s=timeout_s
+        ),
         data_group=parallel_state.get_data_parallel_group_gloo(),
     )
 
@@ -279,20 +285,27 @@ def _join(launch: LaunchEnvironment, device: str, timeout: datetime.timedelta) -
         dist.init_process_group(backend, timeout=timeout)
 
 
-def _model_group(
-    rank: int, *, tp: int, cp: int, dp: int, pp: int, timeout: datetime.timedelta
-) -> Any:
-    """One gloo group a replica. Every rank takes part in making every group."""
+def replicas(*, tp: int, cp: int, dp: int, pp: int) -> list[list[int]]:
+    """The ranks of each replica, ascending, in the order of DP ranks."""
+    return [
+        [t + tp * (c + cp * (d + dp * p)) for p in range(pp) for c in range(cp) for t in range(tp)]
+        for d in range(dp)
+    ]
+
+
+def group_of(rank: int, parts: Sequence[Sequence[int]], *, timeout_s: float) -> Any:
+    """One gloo group for each part; returns that of this rank. Collective over the world.
+
+    Args:
+        rank: this one.
+        parts: disjoint sets of ranks, the same on every rank; one of them has this rank.
+        timeout_s: limit of one collective, seconds.
+    """
+    timeout = datetime.timedelta(seconds=timeout_s)
     mine = None
-    for d in range(dp):
-        ranks = [
-            t + tp * (c + cp * (d + dp * p))
-            for p in range(pp)
-            for c in range(cp)
-            for t in range(tp)
-        ]
-        group = dist.new_group(ranks, backend="gloo", timeout=timeout)
-        if rank in ranks:
+    for part in parts:
+        group = dist.new_group(list(part), backend="gloo", timeout=timeout)
+        if rank in part:
             mine = group
     assert mine is not None
     return mine

@@ -46,6 +46,8 @@ class SyncReport:
     num_tensors: int
     num_bytes: int
     seconds: float
+    num_verified: int
+    """Names whose content was read back and compared; 0 if this push was not verified."""
 
 
 class RolloutEngine(Protocol):

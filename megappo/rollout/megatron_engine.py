@@ -115,7 +115,12 @@ class MegatronEngine:
                 "the model family's map of names"
             )
         self.weight_version = version
-        return SyncReport(num_tensors=len(found), num_bytes=0, seconds=time.monotonic() - start)
+        return SyncReport(
+            num_tensors=len(found),
+            num_bytes=0,
+            seconds=time.monotonic() - start,
+            num_verified=0,
+        )
 
     def flush(self) -> None:
         """Nothing to forget: a cache lives as long as its wave."""

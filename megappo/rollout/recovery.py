@@ -66,7 +66,8 @@ class EngineKeeper:
     """This rank's engine, and what it takes to replace it.
 
     Args:
-        start: starts an engine with the model folder's weights; called again for each restart.
+        start: starts an engine with the model folder's weights; called again for each restart. None
+            on a rank that owns no engine: it takes part in what is collective.
         context: this rank's place.
         weight_names: every tensor of the model in Hugging Face names; a push sends each once.
         max_restarts: replacements in this process's life.
@@ -74,7 +75,7 @@ class EngineKeeper:
 
     def __init__(
         self,
-        start: Callable[[], RolloutEngine],
+        start: Callable[[], RolloutEngine] | None,
         *,
         context: ParallelContext,
         weight_names: frozenset[str],
@@ -95,12 +96,12 @@ class EngineKeeper:
         self._asleep = False
         self._failed_asleep: str | None = None
         self._lost: EnginesLost | None = None
-        self._engine = start()
+        self._engine = None if start is None else start()
 
     @property
     def weight_version(self) -> int:
-        """Version of the weights that the next response is sampled from."""
-        return self._engine.weight_version
+        """Of the last push; 0 are the model folder's weights."""
+        return self._version
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """One completion a request, in the order of the requests. Collective over the world.
@@ -142,6 +143,8 @@ class EngineKeeper:
 
         An engine that cannot is ended, which frees its memory as well; the push replaces it.
         """
+        if self._engine is None:
+            return 0
         self._asleep = True
         try:
             return self._engine.sleep()
@@ -157,12 +160,16 @@ class EngineKeeper:
 
     def shutdown(self) -> None:
         """Ends the engine. May be called twice."""
-        self._engine.shutdown()
+        if self._engine is not None:
+            self._engine.shutdown()
 
     def _try(
         self, requests: Sequence[GenerationRequest]
     ) -> tuple[list[Completion] | None, str | None]:
         """Answers, or what failed."""
+        if self._engine is None:
+            assert not requests, "requests came to a rank without an engine"
+            return [], None
         before = self._engine.num_aborted
         try:
             answers = self._engine.generate(requests)
@@ -216,6 +223,8 @@ class EngineKeeper:
 
     def _restart(self) -> str | None:
         """Another engine in place of this one; what failed if it does not start."""
+        assert self._engine is not None, "only an engine fails"
+        assert self._start is not None
         self._engine.shutdown()
         self._make_room()
         self._num_restarts += 1
@@ -234,9 +243,9 @@ class EngineKeeper:
         assert self._source is not None, "weights are pushed before the first generation"
         tensors = self._source()
         failure, self._failed_asleep = self._failed_asleep, None
-        if failure is None and self._held is None:
+        if failure is None and self._held is None and self._engine is not None:
             try:
-                self._wake()
+                self._wake(self._engine)
                 self._held = self._engine.update_weights(
                     tensors, expected_names=self._weight_names, version=self._version
                 )
@@ -247,10 +256,10 @@ class EngineKeeper:
             pass
         return failure
 
-    def _wake(self) -> None:
+    def _wake(self, engine: RolloutEngine) -> None:
         if self._asleep:
             self._make_room()
-            self._engine.wake()
+            engine.wake()
             self._asleep = False
 
     def _make_room(self) -> None:

@@ -35,7 +35,8 @@ from megappo.rollout.sglang_settings import (
     check_installation,
     environment_of,
 )
-from megappo.rollout.weight_update import push_weights
+from megappo.rollout.sync_check import SyncWitness
+from megappo.rollout.weight_update import Staging, push_weights
 from megappo.types import Completion
 
 __all__ = ["EngineSettings", "SGLangEngine"]
@@ -67,6 +68,9 @@ class SGLangEngine:
         self._process, self._ports = _start(settings)
         self._weight_version = INITIAL_WEIGHT_VERSION
         self._num_aborted = 0
+        self._staging = Staging()
+        self._verified = False
+        self._cache_is_new = False
         self._asleep: set[str] = set()
         self._unusable: str | None = None
         try:
@@ -106,10 +110,12 @@ class SGLangEngine:
         for number, request in enumerate(requests):
             self._check_length(number, request)
         outputs = self._outputs(requests)
-        return [
+        completions = [
             self._completion(output, request)
             for output, request in zip(outputs, requests, strict=True)
         ]
+        self._require_new_cache(outputs[0])
+        return completions
 
     def update_weights(
         self,
@@ -118,7 +124,7 @@ class SGLangEngine:
         expected_names: Collection[str],
         version: int,
     ) -> SyncReport:
-        """Replaces all weights and forgets cached prefixes.
+        """Replaces all weights, compares some as `verify_sync` says, and forgets cached prefixes.
 
         After any exception the weights are half old, half new: `generate` refuses until a complete
         push has followed.
@@ -129,13 +135,15 @@ class SGLangEngine:
             version: of these weights; completions are checked against it.
 
         Raises:
-            ValueError: a name is unknown, missing or comes twice.
-            EngineRefused: SGLang refused a part.
+            ValueError: a name is unknown, missing or comes twice, or its tensor is not finite.
+            EngineRefused: SGLang refused a part, or holds something else than what was sent.
             EngineDied: the engine's processes are gone.
             RuntimeError: the engine sleeps.
         """
         if "weights" in self._asleep:
             raise RuntimeError("weights were pushed while the engine sleeps: call wake() first")
+        verify_sync = self.settings.verify_sync
+        verify = verify_sync == "always" or (verify_sync == "first" and not self._verified)
         self._unusable = f"a push of weight version {version} did not complete"
         report = push_weights(
             self._process,
@@ -144,11 +152,16 @@ class SGLangEngine:
             version=version,
             bucket_bytes=self.settings.bucket_bytes,
             tp_size=self.settings.tp_size,
+            staging=self._staging,
+            witness=SyncWitness(expected_names) if verify else None,
+            device=self.settings.device,
             timeout_s=self.settings.timeout_s,
         )
+        self._verified = self._verified or verify
         # Not before: weights and the trainer's copies of them may need the memory meanwhile.
         self._resume("kv_cache")
         self.flush()
+        self._cache_is_new = True
         self._weight_version = version
         self._unusable = None
         return report
@@ -333,6 +346,17 @@ class SGLangEngine:
             finish_reason=reason["type"],
             text=response_text(self._process.manager.tokenizer, ids, matched=reason.get("matched")),
         )
+
+    def _require_new_cache(self, first: dict[str, Any]) -> None:
+        """The first response after a push must have computed its whole prompt itself."""
+        cached = first["meta_info"]["cached_tokens"]
+        if self._cache_is_new and cached:
+            self._unusable = "SGLang's cache outlived a push"
+            raise EngineRefused(
+                f"the first response after weight version {self._weight_version} took {cached} "
+                "tokens from the prefix cache, which holds results of older weights"
+            )
+        self._cache_is_new = False
 
     def _check_seeds(self) -> None:
         """Draws at a near-uniform temperature: equal seeds must agree, different ones differ.

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from megappo.rollout import sglang_attention
+from megappo.rollout import sglang_attention, sglang_staging
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -114,3 +114,4 @@ def register() -> None:
         "sglang.srt.layers.sampler.multinomial_with_seed", draw_tokens, HookType.REPLACE
     )
     sglang_attention.register()
+    sglang_staging.register()

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -62,6 +62,8 @@ class EngineSettings:
     """CPU threads of each of the engine's processes."""
     bucket_bytes: int = 256 << 20
     """Weights that are pushed at a time; the staging buffer has this size."""
+    verify_sync: Literal["never", "first", "always"] = "first"
+    """After which pushes chosen weights are read back and compared."""
     trust_remote_code: bool = False
     """Run Python code from the model folder."""
     start_timeout_s: float = 600.0
@@ -158,7 +160,7 @@ def environment_of(settings: EngineSettings) -> dict[str, str]:
     }
     if settings.device == "cpu" and settings.tp_size > 1:
         cores = sorted(os.sched_getaffinity(0))
-        ranks = range(settings.tp_size)
+        ranks = range(settings.local_rank, settings.local_rank + settings.tp_size)
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
             str(cores[rank % len(cores)]) for rank in ranks
         )

@@ -2,10 +2,11 @@
 
 Tensors are packed into one staging buffer that is shared with the engine's processes and filled
 anew for each bucket: memory and file descriptors stay constant however large the model is. SGLang
-copies a bucket into its parameters before it answers, so the buffer is free again then.
+copies a bucket into its parameters before it answers, so the buffer is free again then. In host
+memory it stays for the next push, because touching new pages costs several times the copy itself.
 
 SGLang skips names that it does not know and reports success. So the names are compared here with
-those that the caller expects, each exactly once.
+those that the caller expects, each exactly once, and a tensor that is not finite is not sent.
 """
 
 from __future__ import annotations
@@ -21,9 +22,38 @@ from torch import Tensor
 
 from megappo.rollout.engine import EngineDied, EngineRefused, SyncReport
 from megappo.rollout.sglang_process import SGLangProcess
+from megappo.rollout.sync_check import SyncWitness
 
 _ALIGNMENT = 16
 """Bytes; a tensor of any dtype may start at a multiple."""
+
+
+class Staging:
+    """Memory that this process fills and the engine's processes read."""
+
+    def __init__(self) -> None:
+        """Holds nothing until the first push."""
+        self._buffer: Tensor | None = None
+
+    def at_least(self, num_bytes: int, *, device: torch.device) -> Tensor:
+        """A shared buffer of at least this size: the one before, if it suffices. [>= n] uint8."""
+        buffer = self._buffer
+        if buffer is None or buffer.nbytes < num_bytes or buffer.device != device:
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            if device.type == "cuda":
+                from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+
+                # Names devices by UUID: the engine's processes may number them differently.
+                monkey_patch_torch_reductions()
+            else:
+                buffer.share_memory_()
+            self._buffer = buffer
+        return buffer
+
+    def end_push(self) -> None:
+        """Frees device memory, which the trainer needs; keeps host memory."""
+        if self._buffer is not None and self._buffer.is_cuda:
+            self._buffer = None
 
 
 def push_weights(
@@ -34,6 +64,9 @@ def push_weights(
     version: int,
     bucket_bytes: int,
     tp_size: int,
+    staging: Staging,
+    witness: SyncWitness | None,
+    device: str,
     timeout_s: float,
 ) -> SyncReport:
     """Replaces the engine's weights.
@@ -45,30 +78,43 @@ def push_weights(
         version: that completions report from now on.
         bucket_bytes: size at which a bucket is sent; a larger tensor goes alone.
         tp_size: processes that load the weights, each its part.
+        staging: of this engine.
+        witness: compares what the engine holds afterwards; None does not.
+        device: of the engine.
         timeout_s: for each request to the engine.
 
     Raises:
-        ValueError: a name is unknown, missing or comes twice.
-        EngineRefused: SGLang refused a bucket, or reports another version.
+        ValueError: a name is unknown, missing or comes twice, or its tensor is not finite.
+        EngineRefused: SGLang refused a bucket, reports another version, or holds something else.
         EngineDied: the engine's processes are gone.
     """
     start = time.monotonic()
-    push = _Push(process, tp_size=tp_size, timeout_s=timeout_s)
-    with push.session():
-        for bucket in _buckets(_checked(named_tensors, expected_names), bucket_bytes):
-            push.send(bucket)
+    push = _Push(process, staging=staging, tp_size=tp_size, timeout_s=timeout_s)
+    checked = _checked(named_tensors, expected_names)
+    if witness is not None:
+        checked = witness.watch(checked)
+    try:
+        with push.session():
+            for bucket in _buckets(checked, bucket_bytes):
+                push.send(bucket)
+    finally:
+        staging.end_push()
+    num_verified = 0
+    if witness is not None:
+        num_verified = witness.compare(process, device=device, timeout_s=timeout_s)
     push.set_version(version)
     return SyncReport(
         num_tensors=push.num_tensors,
         num_bytes=push.num_bytes,
         seconds=time.monotonic() - start,
+        num_verified=num_verified,
     )
 
 
 def _checked(
     named_tensors: Iterable[tuple[str, Tensor]], expected_names: Collection[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Passes tensors on; raises ValueError at the first wrong name, or when some are missing."""
+    """Passes tensors on; raises ValueError at a wrong name or content, or when some are missing."""
     missing = set(expected_names)
     known = frozenset(missing)
     for name, tensor in named_tensors:
@@ -79,6 +125,7 @@ def _checked(
             )
         if name not in missing:
             raise ValueError(f"weight {name!r} was pushed twice: export each name once")
+        _require_finite(name, tensor)
         missing.remove(name)
         yield name, tensor
     if missing:
@@ -87,6 +134,18 @@ def _checked(
             f"{len(missing)} of {len(known)} weights were not pushed, among them {first}: "
             "export every weight of the checkpoint"
         )
+
+
+def _require_finite(name: str, tensor: Tensor) -> None:
+    """Raises ValueError if an element is NaN or infinite."""
+    # A sum reads once and writes nothing; only one that overflows needs the second look.
+    if tensor.sum().isfinite() or tensor.isfinite().all():
+        return
+    count = int((~tensor.isfinite()).sum())
+    raise ValueError(
+        f"weight {name!r} has {count} of {tensor.numel()} elements that are NaN or infinite, and "
+        "was not sent: training has diverged; lower the learning rate, or resume before this step"
+    )
 
 
 def _buckets(
@@ -111,13 +170,15 @@ def _padded(num_bytes: int) -> int:
 
 
 class _Push:
-    """One push: its staging buffer and its requests to the engine."""
+    """One push: its requests to the engine."""
 
-    def __init__(self, process: SGLangProcess, *, tp_size: int, timeout_s: float) -> None:
+    def __init__(
+        self, process: SGLangProcess, *, staging: Staging, tp_size: int, timeout_s: float
+    ) -> None:
         self._process = process
         self._tp_size = tp_size
         self._timeout_s = timeout_s
-        self._staging: Tensor | None = None
+        self._staging = staging
         self.num_tensors = 0
         self.num_bytes = 0
 
@@ -183,7 +244,7 @@ class _Push:
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
         total = sum(_padded(tensor.nbytes) for _, tensor in bucket)
-        staging = self._staging_for(total, device=bucket[0][1].device)
+        staging = self._staging.at_least(total, device=bucket[0][1].device)
         metadata = []
         start = 0
         for name, tensor in bucket:
@@ -197,16 +258,3 @@ class _Push:
             torch.cuda.synchronize(staging.device)
         content = {"flattened_tensor": staging, "metadata": metadata}
         return [MultiprocessingSerializer.serialize(content) for _ in range(self._tp_size)]
-
-    def _staging_for(self, num_bytes: int, *, device: torch.device) -> Tensor:
-        """A shared buffer of at least this size: the one before, if it suffices."""
-        if self._staging is None or self._staging.nbytes < num_bytes:
-            self._staging = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-            if device.type == "cuda":
-                from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
-
-                # Names devices by UUID: the engine's processes may number them differently.
-                monkey_patch_torch_reductions()
-            else:
-                self._staging.share_memory_()
-        return self._staging

@@ -12,7 +12,12 @@ from megappo.config.learning import ActorSection, CriticSection
 from megappo.data.cost import SequenceCost
 from megappo.distributed.grad_sync import Trainable, make_trainable
 from megappo.distributed.offload import Offloader, chosen_parts
-from megappo.distributed.parallel import ParallelContext, all_ranks_or_none
+from megappo.distributed.parallel import (
+    ParallelContext,
+    all_ranks_or_none,
+    group_of,
+    replicas,
+)
 from megappo.models.build import Recompute, build_chunk, transformer_config
 from megappo.models.name_map import Head
 from megappo.models.spec import ModelSpec
@@ -24,6 +29,7 @@ from megappo.roles.base import Network
 from megappo.roles.critic import Critic
 from megappo.rollout.engine import RolloutEngine
 from megappo.rollout.megatron_engine import MegatronEngine
+from megappo.rollout.placement import Placement, sharing_domains
 from megappo.rollout.recovery import EngineKeeper
 from megappo.rollout.sampling import SamplingSettings, end_token_ids
 from megappo.rollout.sglang_engine import EngineSettings, SGLangEngine
@@ -53,15 +59,21 @@ def build_trainer(
         total_optimizer_steps=found.total_steps * found.plan.optimizer_steps_per_step,
     )
     mini_batch = found.plan.samples_per_mini_batch_and_dp_rank
+    placement = _placement(config, context)
+
+    def start_engine() -> RolloutEngine:
+        return _engine(config, found, context, actor, log_file)
+
     with all_ranks_or_none(context, f"starting the {config.rollout.engine} engine"):
         engine = EngineKeeper(
-            lambda: _engine(config, found, context, actor, log_file),
+            start_engine if placement.owns_engine else None,
             context=context,
             weight_names=frozenset(hf_names(found.actor_spec)),
             max_restarts=config.rollout.max_restarts,
         )
     rollouts = RolloutWorker(
         engine=engine,
+        placement=placement,
         context=context,
         seed=config.trainer.seed,
         n=config.rollout.n,
@@ -99,6 +111,18 @@ def build_trainer(
             trained=(actor.trainable, critic.trainable),
             reference=None if reference is None else reference.memory,
         ),
+    )
+
+
+def _placement(config: Config, context: ParallelContext) -> Placement:
+    """Collective over the world."""
+    layout = replicas(tp=context.tp, cp=context.cp, dp=context.dp, pp=context.pp)
+    domains = sharing_domains(layout, config.rollout.tp)
+    return Placement(
+        rank=context.rank,
+        tp=config.rollout.tp,
+        members=tuple(next(d for d in domains if context.rank in d)),
+        group=group_of(context.rank, domains, timeout_s=config.trainer.distributed_timeout_s),
     )
 
 
@@ -345,9 +369,11 @@ def _engine_settings(config: Config, context: ParallelContext, log_file: Path) -
         context_length=_context_length(config),
         max_running_requests=config.rollout.max_running_requests,
         mem_fraction_static=config.rollout.gpu_memory_utilization if on_cuda else None,
+        tp_size=config.rollout.tp,
         base_gpu_id=context.local_rank if on_cuda else 0,
         local_rank=context.local_rank,
         bucket_bytes=config.rollout.sync_bucket_bytes,
+        verify_sync=config.rollout.verify_sync,
         timeout_s=config.rollout.timeout_s,
         memory_saver=config.rollout.sleep and on_cuda,
         trust_remote_code=config.model.trust_remote_code,

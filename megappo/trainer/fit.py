@@ -60,9 +60,10 @@ class Run:
         trainer = self.trainer
         if checkpoint is not None:
             self._resume(checkpoint)
-        trainer.push_weights()
+        pushed = trainer.push_weights()
+        self._event("pushed", trainer.step_number, **pushed)
         if checkpoint is None and self.config.trainer.val_before_train:
-            self._log(0, {**self._validate(), **self._engine_metrics(0)})
+            self._log(0, {**pushed, **self._validate(), **self._engine_metrics(0)})
         while trainer.step_number < self.total_steps:
             self._step()
             step = trainer.step_number
@@ -114,7 +115,7 @@ class Run:
 
     def close(self) -> None:
         """Ends the engine and the loggers; safe after an error."""
-        self.trainer.rollouts.engine.shutdown()
+        self.trainer.rollouts.close()
         for logger in self.loggers:
             logger.close()
 

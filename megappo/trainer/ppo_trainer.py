@@ -108,9 +108,10 @@ class PPOTrainer:
             actor_norms = self._update_actor(minis, tally, number)
         self.step_number = number
         with watch.phase("sync"):
-            self.push_weights()
+            pushed = self.push_weights()
         return {
             **before,
+            **pushed,
             **balance_metrics,
             **reduce_tally(tally, self.context),
             **self._optimizer_metrics(actor_norms, critic_norms),
@@ -119,14 +120,14 @@ class PPOTrainer:
             ),
         }
 
-    def push_weights(self) -> None:
+    def push_weights(self) -> Mapping[str, float]:
         """The actor's weights to every engine, as version step + 1; 0 are the folder's.
 
-        Collective over the world.
+        Collective over the world. Returns the metrics of `RolloutWorker.push`.
         """
         if self.rollouts.sleeps:
             self.memory.offload()  # An engine that wakes needs the room.
-        self.rollouts.push(self._export, version=self.step_number + 1)
+        return self.rollouts.push(self._export, version=self.step_number + 1)
 
     def _export(self) -> Iterator[tuple[str, Tensor]]:
         """The actor's weights as they are now. Collective, like `export_hf`."""
@@ -212,7 +213,7 @@ class PPOTrainer:
             "actor/kl_coef": self.estimator.kl_controller.kl_coef,
             "training/optimizer_steps": float(len(actor_norms)),
             "training/epoch": float(self.sampler.epoch),
-            "rollout/weight_version": float(self.rollouts.engine.weight_version),
+            "rollout/weight_version": float(self.rollouts.weight_version),
         }
         if actor_norms:
             found["actor/grad_norm"] = sum(actor_norms) / len(actor_norms)

@@ -56,23 +56,31 @@ class Preflight:
         return 0 if self.checkpoint is None else int(layout.read_state(self.checkpoint)["step"])
 
 
-def preflight(config: Config, world_size: int, *, read_all_rows: bool = True) -> Preflight:
+def preflight(
+    config: Config,
+    world_size: int,
+    *,
+    local_world_size: int | None = None,
+    read_all_rows: bool = True,
+) -> Preflight:
     """Checks batch arithmetic, model folders, data files, rewards and the run's folder.
 
     Args:
         config: of the run.
         world_size: ranks.
+        local_world_size: ranks of a node; None where all are on one.
         read_all_rows: look at every row, so that a prompt that is too long or cannot be rendered,
             or an answer that is missing, is found now; one rank doing so is enough.
 
     Raises:
         UserError: the first thing that is wrong, with numbers and remedy.
     """
-    plan, problems = plan_batches(config, world_size)
+    plan, problems = plan_batches(config, world_size, local_world_size=local_world_size)
     if plan is None:
         raise ConfigError("\n".join(problems))
     _check_budgets(config)
     specs = _check_models(config)
+    _check_engine_split(specs["actor"], config.rollout.tp)
     end_token_ids(config.model.path)  # a model without any would never end a response
     check_files(config.data.train_files, prompt_key=config.data.prompt_key)
     if config.data.val_files:
@@ -218,6 +226,34 @@ def _check_stop_tokens(config: Config, spec: ModelSpec) -> None:
         raise ConfigError(
             f"rollout.stop_token_ids has {unknown}: the actor's vocabulary has the ids 0 to "
             f"{spec.vocab_size - 1}, so no response would ever end with them; remove them"
+        )
+
+
+def _check_engine_split(spec: ModelSpec, tp: int) -> None:
+    """What SGLang cuts into `rollout.tp` equal parts must have so many."""
+    split = {"attention heads": spec.num_heads}
+    if not (spec.num_experts and all(spec.moe_layers)):
+        split["MLP columns"] = spec.ffn_hidden_size
+    if spec.num_experts:
+        split["columns of an expert"] = spec.moe_ffn_hidden_size
+    for what, count in split.items():
+        if count % tp:
+            raise ConfigError(
+                f"rollout.tp is {tp}: the actor has {count} {what}, which SGLang splits evenly; "
+                f"choose a rollout.tp that divides {count}"
+            )
+    width = spec.moe_ffn_hidden_size
+    if tp > 1 and width % (32 * tp):
+        raise ConfigError(
+            f"rollout.tp is {tp}: the actor's experts are {width} wide, and SGLang pads a share of "
+            "them that is no multiple of 32, which is not proved right yet; choose a rollout.tp "
+            f"whose 32-fold divides {width}"
+        )
+    heads = spec.num_kv_heads
+    if heads % tp and tp % heads:
+        raise ConfigError(
+            f"rollout.tp is {tp}: the actor has {heads} key-value heads, which SGLang splits or "
+            f"repeats evenly; choose a rollout.tp that divides {heads} or is a multiple of it"
         )
 
 

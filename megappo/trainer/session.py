@@ -56,7 +56,12 @@ class Session:
         if problems := check_device_features(config, device):
             raise ConfigError("\n".join(problems))
         parallel.check_device(device, launch)
-        found = preflight(config, launch.world_size, read_all_rows=launch.rank == 0)
+        found = preflight(
+            config,
+            launch.world_size,
+            local_world_size=launch.local_world_size,
+            read_all_rows=launch.rank == 0,
+        )
         self._say_plan(config, found, device)
         exported = not config.checkpoint.export_hf or export_folder(config).exists()
         if found.resumed_step >= found.total_steps and exported:

@@ -82,6 +82,7 @@ MISTAKES = {
     "all dropped": (["data.max_prompt_length=9", "data.truncation=drop"], "all dropped"),
     "too many positions": (["rollout.max_response_length=500"], "256 positions"),
     "layout": (["parallel.tp=2"], "1 ranks cannot be split by TP 2"),
+    "rollout layout": (["rollout.tp=2"], "1 ranks cannot be split into engines of 2 ranks"),
     "batch": (["actor.micro_batch_size=3"], "it must divide the 16 samples"),
     "temperature": (["rollout.temperature=0"], "rollout.temperature is 0"),
     "stop token": (["rollout.stop_token_ids=[5,99999]"], "rollout.stop_token_ids has [99999]"),
@@ -143,6 +144,10 @@ def test_check_refuses_and_accepts_without_touching_anything(root):
     result = run(root, ["megappo.cli", "check"], "--world-size", "2")
     assert result.returncode == 0, result.stderr
     assert "2 ranks = TP 1 x PP 1 x CP 1 x DP 2" in result.stdout
+    assert "2 engines of TP 1" in result.stdout
+    result = run(root, ["megappo.cli", "check"], "rollout.tp=8")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "rollout.tp is 8: the actor has 4 attention heads" in result.stderr
     assert "ok " in result.stdout
     assert not (root / "run").exists()
 

@@ -6,6 +6,7 @@ import os
 import signal
 import statistics
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -233,6 +234,18 @@ def test_pushes_leave_no_descriptors_behind(engine, tiny_weights):
     assert max(theirs for _, theirs in counts) <= counts[0][1] + 1
 
 
+def test_the_engine_keeps_the_staging_buffer_mapped_between_pushes(engine, tiny_weights):
+    def mappings() -> list[str]:
+        lines = Path(f"/proc/{engine.pids[0]}/maps").read_text().splitlines()
+        return [line.split()[0] for line in lines if "/torch_" in line]
+
+    push_names(engine, tiny_weights, tiny_weights)
+    first = mappings()
+    assert first
+    push_names(engine, tiny_weights, tiny_weights)
+    assert mappings() == first
+
+
 def push_names(engine, weights, names) -> None:
     engine.update_weights(
         ((name, weights[name]) for name in names),
@@ -261,6 +274,66 @@ def test_a_missing_tensor_is_an_error(engine, tiny_weights):
 def test_a_tensor_that_comes_twice_is_an_error(engine, tiny_weights):
     with pytest.raises(ValueError, match=r"'model.norm.weight' was pushed twice"):
         push_names(engine, tiny_weights, [*tiny_weights, "model.norm.weight"])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_tensor_that_is_not_finite_is_refused_by_name(engine, tiny_weights, bad):
+    name = "model.layers.1.mlp.up_proj.weight"
+    broken = {**tiny_weights, name: tiny_weights[name].clone()}
+    broken[name][3, 5] = bad
+    with pytest.raises(ValueError, match=rf"'{name}' has 1 of 6144 elements that are NaN"):
+        push_names(engine, broken, broken)
+    with pytest.raises(RuntimeError, match="did not complete"):
+        ask(engine, PROMPTS, GREEDY)
+
+
+def test_large_finite_weights_are_sent(engine, tiny_weights):
+    large = {**tiny_weights, "lm_head.weight": torch.full((VOCABULARY, 64), 3e38)}
+    push_names(engine, large, large)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight",
+        "model.layers.1.self_attn.k_proj.bias", "model.layers.1.self_attn.o_proj.weight",
+        "model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.down_proj.weight",
+    ],
+)  # fmt: skip
+def test_a_weight_that_changes_on_its_way_is_found_out(engine, tiny_weights, name, monkeypatch):
+    monkeypatch.setattr(engine, "settings", replace(engine.settings, verify_sync="always"))
+
+    def changing():
+        for key, weight in tiny_weights.items():
+            sent = weight.clone()
+            yield key, sent
+            if key == name:
+                sent.view(-1)[-1] += 1e-3  # after its copy was taken, before its bucket goes
+
+    version = engine.weight_version + 1
+    with pytest.raises(RuntimeError, match=name.replace(".", r"\.")):
+        engine.update_weights(changing(), expected_names=set(tiny_weights), version=version)
+    with pytest.raises(RuntimeError, match="did not complete"):
+        ask(engine, PROMPTS, GREEDY)
+    report = engine.update_weights(
+        tiny_weights.items(), expected_names=set(tiny_weights), version=version
+    )
+    assert report.num_verified == 15  # embedding, norm, head, twelve of the last layer
+    assert ask(engine, PROMPTS, GREEDY)
+
+
+def test_the_first_push_alone_is_verified_by_default(engine, tiny_weights, monkeypatch):
+    monkeypatch.setattr(engine, "_verified", False)
+    reports = [
+        engine.update_weights(
+            tiny_weights.items(),
+            expected_names=set(tiny_weights),
+            version=engine.weight_version + 1,
+        )
+        for _ in range(2)
+    ]
+    assert [report.num_verified for report in reports] == [15, 0]
+    assert engine.settings.verify_sync == "first"
 
 
 def test_an_exception_of_the_exporter_passes_and_leaves_the_engine_usable(engine, tiny_weights):

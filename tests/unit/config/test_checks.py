@@ -254,3 +254,19 @@ def test_engines_that_sleep_on_cuda_need_the_package_that_releases_memory(make):
     assert "pip install torch-memory-saver" in problem
     assert check_device_features(config, "cpu") == []
     assert check_device_features(make(), "cuda") == []
+
+
+def test_engines_that_do_not_fit_the_ranks_or_a_node_are_refused_with_the_numbers(make):
+    config = make("rollout.tp=4")
+    assert "rollout.tp is 4: 6 ranks cannot be split into engines of 4" in problems_of(config, 6)
+    plan, problems = plan_batches(config, 8, local_world_size=2)
+    assert plan is None
+    assert "rollout.tp is 4: a node has 2 ranks" in problems[0]
+    plan, problems = plan_batches(config, 8, local_world_size=4)
+    assert problems == []
+    assert "2 engines of TP 4" in "\n".join(plan.lines())
+
+
+def test_an_engine_has_at_least_one_rank(make):
+    with pytest.raises(ConfigError, match=r"rollout\.tp is 0"):
+        make("rollout.tp=0")
