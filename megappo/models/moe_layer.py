@@ -57,7 +57,7 @@ class BalancedRouter(TopKRouter):  # type: ignore[misc]
             padding_mask: [S, B] int, sequence numbers from 1, 0 for padding; needed in training.
         """
         weights, chosen = super().routing(logits)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or (padding_mask is None and self.aux_scale == 0.0):
             return weights, chosen
         assert padding_mask is not None, "the balance loss needs the numbers of the sequences"
         part = balance_loss(

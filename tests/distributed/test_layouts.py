@@ -118,7 +118,7 @@ def test_optimizer_state_falls_with_the_number_of_data_parallel_ranks(results):
             assert rank["optimizer_bytes"] == pytest.approx(alone / share, rel=0.02), name
 
 
-def test_no_layout_of_the_issue_is_missing():
+def test_no_layout_is_missing():
     titles = {layout.title for layout in table.LAYOUTS.values()}
     assert titles >= {
         "TP2", "TP2 + SP", "PP2", "PP2 x VPP2", "CP2", "EP2 (over DP2)", "DP2", "TP2 x DP2",
