@@ -6,6 +6,7 @@ import os
 import signal
 import statistics
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -373,13 +374,17 @@ def test_responses_that_are_broken_off_are_sampled_again_and_counted(engine):
     undisturbed = [c.token_ids for c in ask(engine, prompts, sampling)]
     assert engine.num_aborted == before
     process = engine._process
-    abort = threading.Timer(
-        0.3,
-        process._engine.loop.call_soon_threadsafe,
-        (process.manager.abort_request, "", True),
-    )
-    abort.start()
+
+    def abort_what_runs() -> None:
+        while not process.manager.rid_to_state:
+            time.sleep(0.001)
+        time.sleep(0.02)  # until the scheduler has them; all of them take several times as long
+        process._engine.loop.call_soon_threadsafe(process.manager.abort_request, "", True)
+
+    thread = threading.Thread(target=abort_what_runs)
+    thread.start()
     completions = ask(engine, prompts, sampling)
+    thread.join()
     assert [c.token_ids for c in completions] == undisturbed
     assert {c.finish_reason for c in completions} == {"length"}
     assert 0 < engine.num_aborted - before <= 64
