@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -25,8 +26,9 @@ from megappo.distributed.parallel import ParallelContext, all_gather_objects, an
 from megappo.rollout.engine import EngineFailure, GenerationRequest, RolloutEngine, SyncReport
 from megappo.types import Completion
 
-WeightSource = Callable[[], Iterator[tuple[str, Tensor]]]
-"""Begins a collective export of the actor; every rank must take every item."""
+WeightSource = Callable[[], AbstractContextManager[Iterator[tuple[str, Tensor]]]]
+"""Opens a collective export of the actor, of which every rank must take every item. Tensors may be
+the parameters themselves, and are there until it is closed."""
 
 _log = logging.getLogger(__name__)
 
@@ -241,7 +243,10 @@ class EngineKeeper:
         Collective over the world.
         """
         assert self._source is not None, "weights are pushed before the first generation"
-        tensors = self._source()
+        with self._source() as tensors:
+            return self._load_from(tensors)
+
+    def _load_from(self, tensors: Iterator[tuple[str, Tensor]]) -> str | None:
         failure, self._failed_asleep = self._failed_asleep, None
         if failure is None and self._held is None and self._engine is not None:
             try:

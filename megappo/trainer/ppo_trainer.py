@@ -7,6 +7,7 @@ of the paper's setting: nothing is discounted over sentences, an episode is one 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -129,10 +130,11 @@ class PPOTrainer:
             self.memory.offload()  # An engine that wakes needs the room.
         return self.rollouts.push(self._export, version=self.step_number + 1)
 
-    def _export(self) -> Iterator[tuple[str, Tensor]]:
-        """The actor's weights as they are now. Collective, like `export_hf`."""
+    @contextmanager
+    def _export(self) -> Iterator[Iterator[tuple[str, Tensor]]]:
+        """The actor's weights as they are now, on the device inside. Collective: `export_hf`."""
         with on_device(self.actor.trainable.memory, "params"):
-            yield from export_hf(self.actor.trainable.chunks, self.actor.policy.network.spec)
+            yield export_hf(self.actor.trainable.chunks, self.actor.policy.network.spec)
 
     def _released(self, num_bytes: int) -> dict[str, float]:
         """What sleeping engines gave to the device; a CPU has no memory of theirs to count."""

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.tiny_run import make_run
+from tests.tiny_run import make_model, make_run
 
 pytestmark = pytest.mark.e2e
 
@@ -374,6 +374,7 @@ SWITCHES = [
                    "optimizer_offload=true")
 ]  # fmt: skip
 LAYOUTS = {
+    "dp2_balanced": (2, []),
     "tp2": (2, ["parallel.tp=2"]),
     "pp2": (2, ["parallel.pp=2"]),
     "cp2_budget": (2, ["parallel.cp=2", *BUDGETS]),
@@ -387,13 +388,21 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-ONE_STEP = ["trainer.total_steps=1", "trainer.test_freq=0"]
+def one_step(root: Path) -> list[str]:
+    """One step whose gradients are not 0 whatever the scores: the reference is another model."""
+    return [
+        "trainer.total_steps=1", "trainer.test_freq=0", f"reference.path={root / 'other'}",
+    ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def unbalanced(root):
     """One step at DP 2, each rank with the samples that it generated."""
-    train(root, "unbalanced", "trainer.balance_batch=false", *ONE_STEP)
+    make_model(root / "other", seed=1, tie_word_embeddings=False)
+    train(root, "unbalanced", "trainer.balance_batch=false", *one_step(root))
+    first = metrics(root / "unbalanced")[1]
+    for key in ("actor/grad_norm", "critic/grad_norm", "actor/kl_loss", "actor/reward_kl"):
+        assert first[key] > 1e-2, key
     return root / "unbalanced"
 
 
@@ -411,7 +420,7 @@ def test_a_step_has_the_same_numbers_in_another_layout(root, undisturbed, unbala
     chance of that order: for these 96 draws the samples are the same, so everything is compared.
     """
     ranks, overrides = LAYOUTS[name]
-    train(root, name, *overrides, *ONE_STEP, ranks=ranks)
+    train(root, name, *overrides, *one_step(root), ranks=ranks)
     expected, found = metrics(unbalanced)[1], metrics(root / name)[1]
     always = "rollout.verify_sync=always" in overrides
     for key in ("critic/score/mean", "response_length/mean", "prompt_length/mean"):
@@ -425,8 +434,8 @@ def test_a_step_has_the_same_numbers_in_another_layout(root, undisturbed, unbala
         assert found[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-6), key
     weights = exported(unbalanced)
     for weight, tensor in exported(root / name).items():
-        # The step moves them by about 5e-4.
-        assert (tensor - weights[weight]).abs().max() < 2e-6, weight
+        # The step moves them by up to 1e-3.
+        assert (tensor - weights[weight]).abs().max() < 5e-6, weight
     raw = json.loads((root / name / "metrics.jsonl").read_text().splitlines()[1])
     plain = json.loads((undisturbed[0] / "metrics.jsonl").read_text().splitlines()[1])
     assert raw["perf/activations_gb/actor"] > 0
@@ -440,10 +449,7 @@ def test_samples_are_dealt_out_by_cost(undisturbed, unbalanced):
     for row in metrics(undisturbed[0])[1:]:
         assert row["balance/cost_ratio_after"] <= row["balance/cost_ratio_before"]
         assert row["balance/cost_ratio_after"] < 1.05
-    first = metrics(unbalanced)[1]
-    assert "balance/cost_ratio_after" not in first
-    for key in ("critic/score/mean", "critic/vf_loss", "actor/grad_norm"):
-        assert first[key] == pytest.approx(metrics(undisturbed[0])[1][key], rel=1e-4), key
+    assert "balance/cost_ratio_after" not in metrics(unbalanced)[1]
 
 
 def test_a_mixture_of_experts_trains_under_expert_parallelism(tmp_path):
