@@ -158,6 +158,10 @@ def environment_of(settings: EngineSettings) -> dict[str, str]:
         # The reserve may pass the model's limit; `SGLangEngine.generate` keeps requests below it.
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
     }
+    if settings.device == "cpu":
+        # A split vocabulary's lookup would be compiled, which takes a C++ compiler, half a minute
+        # and a path without spaces.
+        environment["TORCHDYNAMO_DISABLE"] = "1"
     if settings.device == "cpu" and settings.tp_size > 1:
         cores = sorted(os.sched_getaffinity(0))
         ranks = range(settings.local_rank, settings.local_rank + settings.tp_size)
