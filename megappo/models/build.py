@@ -2,7 +2,7 @@
 
 Megatron is imported inside the functions: `cpu_backend.install` must come first, and
 `check_layout` and `padded_vocab_size` serve `megappo check` and the planner, which do without it.
-Experts are described in `moe`. Left out: multi-latent attention, FP8.
+Experts are described in `moe`. Left out: multi-latent attention, weights kept in fp8.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from typing import Any, Protocol, Self
 
 from torch import Tensor
 
+from megappo.errors import UserError
 from megappo.rollout.sampling import SamplingSettings
 from megappo.types import Completion
 
@@ -100,6 +101,27 @@ class RolloutEngine(Protocol):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None: ...
+
+
+def check_length(number: int, request: GenerationRequest, context_length: int) -> None:
+    """Refuses a request that an engine cannot hold.
+
+    Args:
+        number: of the request in its call, for the message.
+        request: to be sampled.
+        context_length: most tokens of a prompt and its response together.
+
+    Raises:
+        UserError: the prompt is empty, or prompt and response exceed the context.
+    """
+    prompt, response = len(request.token_ids), request.sampling.max_new_tokens
+    if prompt == 0:
+        raise UserError(f"request {number} has an empty prompt: give at least one token")
+    if prompt + response > context_length:
+        raise UserError(
+            f"request {number}: {prompt} prompt tokens and max_new_tokens {response} exceed "
+            f"context_length {context_length}: raise it, or filter long prompts"
+        )
 
 
 def response_text(tokenizer: Any, token_ids: Sequence[int], *, matched: int | str | None) -> str:

@@ -24,10 +24,14 @@ from torch import Tensor
 
 from megappo.distributed.offload import Offloader, on_device
 from megappo.distributed.parallel import ParallelContext, all_gather_objects
-from megappo.errors import UserError
 from megappo.models.generation import CachedDecoder
 from megappo.rollout.draws import draw, uniform
-from megappo.rollout.engine import GenerationRequest, SyncReport, response_text
+from megappo.rollout.engine import (
+    GenerationRequest,
+    SyncReport,
+    check_length,
+    response_text,
+)
 from megappo.types import Completion
 
 
@@ -71,7 +75,7 @@ class MegatronEngine:
         parts = all_gather_objects(list(requests), self.context.model_group)
         wanted: list[GenerationRequest] = [request for part in parts for request in part]
         for number, request in enumerate(wanted):
-            self._check_length(number, request)
+            check_length(number, request, self.context_length)
         running = [_Response(request=request) for request in wanted]
         # Neighbours share a pass over their prompts, so they should be of one length.
         in_order = sorted(running, key=lambda response: len(response.request.token_ids))
@@ -154,16 +158,6 @@ class MegatronEngine:
             raise RuntimeError("the engine has ended: build another one")
         if self._asleep:
             raise RuntimeError("the engine sleeps: call wake() first")
-
-    def _check_length(self, number: int, request: GenerationRequest) -> None:
-        prompt, response = len(request.token_ids), request.sampling.max_new_tokens
-        if prompt == 0:
-            raise UserError(f"request {number} has an empty prompt: give at least one token")
-        if prompt + response > self.context_length:
-            raise UserError(
-                f"request {number}: {prompt} prompt tokens and max_new_tokens {response} exceed "
-                f"context_length {self.context_length}: raise it, or filter long prompts"
-            )
 
     def _run_wave(self, wave: Sequence[_Response]) -> None:
         """Samples all responses of a wave to their ends. Collective over TP."""

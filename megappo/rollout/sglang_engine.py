@@ -16,13 +16,14 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from megappo.errors import ModelError, UserError
+from megappo.errors import ModelError
 from megappo.rollout.device_memory import GIB, free_bytes, wait_until_released
 from megappo.rollout.engine import (
     EngineDied,
     EngineRefused,
     GenerationRequest,
     SyncReport,
+    check_length,
     response_text,
 )
 from megappo.rollout.ports import PortReservation, reserve_ports
@@ -108,7 +109,7 @@ class SGLangEngine:
             return []
         self._require_weights()
         for number, request in enumerate(requests):
-            self._check_length(number, request)
+            check_length(number, request, self.settings.context_length)
         outputs = self._outputs(requests)
         completions = [
             self._completion(output, request)
@@ -283,16 +284,6 @@ class SGLangEngine:
             raise RuntimeError("the engine sleeps: call wake() and update_weights() first")
         if self._unusable is not None:
             raise RuntimeError(f"{self._unusable}: call update_weights() before generate()")
-
-    def _check_length(self, number: int, request: GenerationRequest) -> None:
-        prompt, response = len(request.token_ids), request.sampling.max_new_tokens
-        if prompt == 0:
-            raise UserError(f"request {number} has an empty prompt: give at least one token")
-        if prompt + response > self.settings.context_length:
-            raise UserError(
-                f"request {number}: {prompt} prompt tokens and max_new_tokens {response} exceed "
-                f"context_length {self.settings.context_length}: raise it, or filter long prompts"
-            )
 
     def _outputs(self, requests: Sequence[GenerationRequest]) -> list[dict[str, Any]]:
         """SGLang's answers; a response that it broke off is sampled again, with its own seed."""
