@@ -24,10 +24,9 @@ from megappo.rollout.engine import (
     GenerationRequest,
     SyncReport,
     check_length,
-    response_text,
 )
 from megappo.rollout.ports import PortReservation, reserve_ports
-from megappo.rollout.sampling import SamplingSettings
+from megappo.rollout.sglang_answers import body_of, completion_of, outputs_of, seed_probe
 from megappo.rollout.sglang_process import SGLangProcess
 from megappo.rollout.sglang_settings import (
     INITIAL_WEIGHT_VERSION,
@@ -47,7 +46,6 @@ _FLUSH_TIMEOUT_S = 60.0
 _FLUSH_POLL_S = 0.01
 _CUDA_EXIT_TIMEOUT_S = 15.0
 _START_ATTEMPTS = 3
-_ABORT_RETRIES = 3
 _PORT_TAKEN = "EADDRINUSE"
 
 
@@ -110,10 +108,15 @@ class SGLangEngine:
         self._require_weights()
         for number, request in enumerate(requests):
             check_length(number, request, self.settings.context_length)
-        outputs = self._outputs(requests)
+        outputs, num_aborted = outputs_of(requests, self._send)
+        self._num_aborted += num_aborted
         completions = [
-            self._completion(output, request)
-            for output, request in zip(outputs, requests, strict=True)
+            completion_of(
+                output,
+                version=str(self._weight_version),
+                tokenizer=self._process.manager.tokenizer,
+            )
+            for output in outputs
         ]
         self._require_new_cache(outputs[0])
         return completions
@@ -285,29 +288,12 @@ class SGLangEngine:
         if self._unusable is not None:
             raise RuntimeError(f"{self._unusable}: call update_weights() before generate()")
 
-    def _outputs(self, requests: Sequence[GenerationRequest]) -> list[dict[str, Any]]:
-        """SGLang's answers; a response that it broke off is sampled again, with its own seed."""
-        outputs = self._send(requests)
-        for _ in range(_ABORT_RETRIES):
-            lost = [i for i, output in enumerate(outputs) if _is_aborted(output)]
-            if not lost:
-                break
-            self._num_aborted += len(lost)
-            again = self._send([requests[i] for i in lost])
-            for i, output in zip(lost, again, strict=True):
-                outputs[i] = output
-        return outputs
-
     def _send(self, requests: Sequence[GenerationRequest]) -> list[dict[str, Any]]:
         """Sends all requests as one batch; SGLang sends a batch of ids as one message."""
         from fastapi import HTTPException
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        batch = GenerateReqInput(
-            input_ids=[list(request.token_ids) for request in requests],
-            sampling_params=[r.sampling.to_sglang(seed=r.seed) for r in requests],
-            return_logprob=True,
-        )
+        batch = GenerateReqInput(**body_of(requests))
         try:
             outputs: list[dict[str, Any]] = self._process.call(
                 anext(self._process.manager.generate_request(batch, None)),
@@ -317,26 +303,6 @@ class SGLangEngine:
         except (ValueError, HTTPException) as error:  # how SGLang's manager reports a failure
             raise EngineRefused(f"SGLang refused to generate: {error}") from error
         return outputs
-
-    def _completion(self, output: dict[str, Any], request: GenerationRequest) -> Completion:
-        meta = output["meta_info"]
-        reason = meta["finish_reason"]
-        if reason["type"] not in ("stop", "length"):
-            raise EngineRefused(f"SGLang did not finish a response: {reason}")
-        if meta["weight_version"] != str(self._weight_version):
-            raise EngineRefused(
-                f"a response comes from weight version {meta['weight_version']}, and version "
-                f"{self._weight_version} was pushed last"
-            )
-        ids = tuple(output["output_ids"])
-        if not ids:
-            raise EngineRefused(f"SGLang returned a response without tokens: {reason}")
-        return Completion(
-            token_ids=ids,
-            log_probs=tuple(entry[0] for entry in meta["output_token_logprobs"]),
-            finish_reason=reason["type"],
-            text=response_text(self._process.manager.tokenizer, ids, matched=reason.get("matched")),
-        )
 
     def _require_new_cache(self, first: dict[str, Any]) -> None:
         """The first response after a push must have computed its whole prompt itself."""
@@ -354,16 +320,9 @@ class SGLangEngine:
 
         SGLang ignores seeds, and hooks that could not be installed, without a word.
         """
-        length = min(8, self.settings.context_length - 1)
-        sampling = SamplingSettings(max_new_tokens=length, temperature=1e4, ignore_eos=True)
         first, same, other = (
             completion.token_ids
-            for completion in self.generate(
-                [
-                    GenerationRequest(token_ids=(0,), seed=seed, sampling=sampling)
-                    for seed in (1, 1, 2)
-                ]
-            )
+            for completion in self.generate(seed_probe(self.settings.context_length))
         )
         if first != same or first == other:
             raise RuntimeError(
@@ -371,10 +330,6 @@ class SGLangEngine:
                 f"look in {self.settings.log_file} for hooks that failed"
             )
         self.flush()
-
-
-def _is_aborted(output: dict[str, Any]) -> bool:
-    return bool(output["meta_info"]["finish_reason"]["type"] == "abort")
 
 
 def _start(settings: EngineSettings) -> tuple[SGLangProcess, PortReservation]:

@@ -19,7 +19,7 @@ INITIAL_WEIGHT_VERSION = 0
 _DEVICES = ("cpu", "cuda")
 _DTYPES = ("float32", "bfloat16", "float16")
 _PLUGINS = {"sglang.srt.platforms": "megappo_cpu", "sglang.srt.plugins": "megappo_seeds"}
-_CONTEXT_RESERVE = 8
+CONTEXT_RESERVE = 8
 """Tokens that SGLang keeps free at the end of the context and of the cache."""
 _CPU_CACHE_TOKENS = 65536
 
@@ -124,7 +124,7 @@ def arguments_of(settings: EngineSettings, *, nccl_port: int) -> dict[str, Any]:
         "tp_size": settings.tp_size,
         "base_gpu_id": settings.base_gpu_id,
         "nccl_port": nccl_port,
-        "context_length": settings.context_length + _CONTEXT_RESERVE,
+        "context_length": settings.context_length + CONTEXT_RESERVE,
         "max_running_requests": settings.max_running_requests,
         "weight_version": str(INITIAL_WEIGHT_VERSION),
         "random_seed": 0,
@@ -140,7 +140,7 @@ def arguments_of(settings: EngineSettings, *, nccl_port: int) -> dict[str, Any]:
         "decode_log_interval": 1000,
     }
     if settings.cache_tokens is not None:
-        arguments["max_total_tokens"] = settings.cache_tokens + _CONTEXT_RESERVE
+        arguments["max_total_tokens"] = settings.cache_tokens + CONTEXT_RESERVE
     if settings.mem_fraction_static is not None:
         arguments["mem_fraction_static"] = settings.mem_fraction_static
     if settings.device == "cpu":

@@ -27,6 +27,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,31 +60,29 @@ class SyncWitness:
             if found := _LAYER.search(name):
                 layers[int(found[1])].append(re.sub(r"\d+", "N", found[2]))
         last = {tuple(sorted(kinds)): number for number, kinds in sorted(layers.items())}
-        self._skipped = [f"layers.{n}." for n in sorted(layers.keys() - set(last.values()))]
+        self.skipped = [f"layers.{n}." for n in sorted(layers.keys() - set(last.values()))]
+        """Parts of names; what has one is not compared."""
         self._copies: dict[str, Tensor] = {}
 
     def watch(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Passes tensors on and copies the chosen ones to host memory."""
         for name, tensor in named_tensors:
-            if not any(skipped in name for skipped in self._skipped):
+            if not any(skipped in name for skipped in self.skipped):
                 self._copies[name] = tensor.detach().to("cpu", copy=True)
             yield name, tensor
 
-    def compare(self, process: SGLangProcess, *, device: str, timeout_s: float) -> int:
-        """Reads the engine's checksums and returns how many names were compared.
+    def compare(self, ranks: Sequence[Mapping[str, str]], *, num_kv_heads: int, device: str) -> int:
+        """Compares with the engine's checksums and returns how many names were compared.
 
         Args:
-            process: the engine, after the push.
+            ranks: each process's checksums after the push, from `in_rank_order`.
+            num_kv_heads: of the model.
             device: of the engine; hashes of `cuda` and `cpu` are not the same.
-            timeout_s: for the engine's answer.
 
         Raises:
             EngineRefused: a weight is not what was sent, or has no counterpart; with its name.
-            EngineDied: the engine's processes are gone.
         """
-        num_kv_heads = process.manager.model_config.get_total_num_kv_heads()
         sources = _sources(self._copies)
-        ranks = self._read(process, timeout_s=timeout_s)
         for rank, found in enumerate(ranks):
             if _HEAD in found and _HEAD not in sources:
                 sources[_HEAD] = sources[_EMBEDDING]
@@ -104,20 +103,33 @@ class SyncWitness:
                     )
         return len(self._copies)
 
-    def _read(self, process: SGLangProcess, *, timeout_s: float) -> list[Mapping[str, str]]:
-        """Each process's parameter names and checksums, in the order of processes."""
-        from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
-        request = CheckWeightsReqInput(action="checksum", skip_tensor_list=self._skipped)
-        success, message, ranks, _ = process.call(
-            process.manager.check_weights(request, None),
-            timeout_s=timeout_s,
-            what="reading checksums of its weights",
-        )
-        if not success or not ranks:
-            raise EngineRefused(f"SGLang gave no checksums of its weights: {message}")
-        ranks = sorted(ranks, key=lambda rank: rank["parallelism_info"][0]["tp_rank"])
-        return [rank["checksums"] for rank in ranks]
+def read_checksums(
+    process: SGLangProcess, skipped: Sequence[str], *, timeout_s: float
+) -> list[Mapping[str, str]]:
+    """Each process's parameter names and checksums, without names that have a part of `skipped`.
+
+    Raises:
+        EngineRefused: SGLang gives none.
+        EngineDied: the engine's processes are gone.
+    """
+    from sglang.srt.managers.io_struct import CheckWeightsReqInput
+
+    request = CheckWeightsReqInput(action="checksum", skip_tensor_list=list(skipped))
+    success, message, ranks, _ = process.call(
+        process.manager.check_weights(request, None),
+        timeout_s=timeout_s,
+        what="reading checksums of its weights",
+    )
+    if not success or not ranks:
+        raise EngineRefused(f"SGLang gave no checksums of its weights: {message}")
+    return in_rank_order(ranks)
+
+
+def in_rank_order(ranks: Iterable[Mapping[str, Any]]) -> list[Mapping[str, str]]:
+    """The checksums of SGLang's weight checker, in the order of its processes."""
+    ordered = sorted(ranks, key=lambda rank: rank["parallelism_info"][0]["tp_rank"])
+    return [rank["checksums"] for rank in ordered]
 
 
 def engine_name(name: str) -> str:
@@ -205,6 +217,17 @@ def _order(name: str) -> tuple[int, int]:
     module = name.split(".")[-2]
     place = _FUSED_ORDER.index(module) if module in _FUSED_ORDER else 0
     return (int(expert[2]) if expert else 0), place
+
+
+def missing_and_unknown(engine: Collection[str], names: Iterable[str]) -> tuple[set[str], set[str]]:
+    """SGLang parameters that an engine lacks, and those of its own that have no source.
+
+    Args:
+        engine: its parameters.
+        names: Hugging Face names of the model that it should hold.
+    """
+    wanted = set(_sources(names))
+    return wanted - set(engine), set(engine) - wanted - {_HEAD}
 
 
 def _require_same_names(engine: Collection[str], sent: Collection[str], *, rank: int) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megappo.rollout.engine import EngineDied, EngineRefused, SyncReport
 from megappo.rollout.sglang_process import SGLangProcess
-from megappo.rollout.sync_check import SyncWitness
+from megappo.rollout.sync_check import SyncWitness, read_checksums
 
 _ALIGNMENT = 16
 """Bytes; a tensor of any dtype may start at a multiple."""
@@ -90,7 +90,7 @@ def push_weights(
     """
     start = time.monotonic()
     push = _Push(process, staging=staging, tp_size=tp_size, timeout_s=timeout_s)
-    checked = _checked(named_tensors, expected_names)
+    checked = checked_weights(named_tensors, expected_names)
     if witness is not None:
         checked = witness.watch(checked)
     try:
@@ -101,7 +101,11 @@ def push_weights(
         staging.end_push()
     num_verified = 0
     if witness is not None:
-        num_verified = witness.compare(process, device=device, timeout_s=timeout_s)
+        num_verified = witness.compare(
+            read_checksums(process, witness.skipped, timeout_s=timeout_s),
+            num_kv_heads=process.manager.model_config.get_total_num_kv_heads(),
+            device=device,
+        )
     push.set_version(version)
     return SyncReport(
         num_tensors=push.num_tensors,
@@ -111,7 +115,7 @@ def push_weights(
     )
 
 
-def _checked(
+def checked_weights(
     named_tensors: Iterable[tuple[str, Tensor]], expected_names: Collection[str]
 ) -> Iterator[tuple[str, Tensor]]:
     """Passes tensors on; raises ValueError at a wrong name or content, or when some are missing."""
