@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from megappo.config.learning import ActorSection, CriticSection
 from megappo.config.sections import Config
+from megappo.config.servers import check_number_of_servers, check_servers
 
 KNOWN_LOGGERS = ("console", "jsonl", "tensorboard")
 
@@ -29,6 +30,8 @@ class BatchPlan:
     etp: int
     dp: int
     rollout_tp: int
+    num_servers: int
+    """of others, in place of engines of our own; 0: none"""
     prompts_per_step: int
     samples_per_step: int
     prompts_per_dp_rank: int
@@ -47,7 +50,7 @@ class BatchPlan:
         return [
             f"parallel   {self.world_size} ranks = TP {self.tp} x PP {self.pp}{chunks} x CP "
             f"{self.cp} x DP {self.dp}{experts}",
-            f"rollout    {self.world_size // self.rollout_tp} engines of TP {self.rollout_tp}",
+            self._rollout_line(),
             f"batch      {self.prompts_per_step} prompts x n {_ratio(self)} = "
             f"{self.samples_per_step} samples a step; {self.prompts_per_dp_rank} prompts, "
             f"{self.samples_per_dp_rank} samples a DP rank",
@@ -55,6 +58,11 @@ class BatchPlan:
             f"{self.samples_per_mini_batch_and_dp_rank} samples a DP rank; "
             f"micro-batches: actor {self.actor_micro_batches}, critic {self.critic_micro_batches}",
         ]
+
+    def _rollout_line(self) -> str:
+        if self.num_servers:
+            return f"rollout    {self.num_servers} servers for {self.world_size} ranks"
+        return f"rollout    {self.world_size // self.rollout_tp} engines of TP {self.rollout_tp}"
 
 
 def _ratio(plan: BatchPlan) -> int:
@@ -88,6 +96,7 @@ def check_sections(config: Config) -> list[str]:
     problems += _check_ratio(config)
     if rollout.engine == "megatron":
         problems += _check_megatron_engine(config)
+    problems += check_servers(config)
     if rollout.timeout_s >= config.trainer.distributed_timeout_s:
         problems.append(
             f"rollout.timeout_s is {rollout.timeout_s:g}: the other ranks wait in a collective for "
@@ -292,6 +301,7 @@ def plan_batches(
         ]
     dp = world_size // model_ranks
     problems = _check_rollout_groups(config.rollout.tp, world_size, local_world_size or world_size)
+    problems += check_number_of_servers(config.rollout.url, world_size)
     problems += _check_batch(config, dp, model_ranks)
     if problems:
         return None, problems
@@ -308,6 +318,7 @@ def plan_batches(
         etp=layout.expert_tp,
         dp=dp,
         rollout_tp=config.rollout.tp,
+        num_servers=len(config.rollout.url),
         prompts_per_step=prompts,
         samples_per_step=prompts * n,
         prompts_per_dp_rank=prompts // dp,

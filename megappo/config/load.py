@@ -41,6 +41,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         ConfigError: unreadable file, unknown key, wrong type, or a broken rule.
     """
     given = [_read_yaml(Path(path)), *(_read_override(o) for o in overrides)]
+    given = [_one_as_list(layer) for layer in given]
     unknown = [m for layer in given for m in _unknown_keys(Config, layer, "")]
     if unknown:
         raise ConfigError("\n".join(unknown))
@@ -79,6 +80,14 @@ def _read_override(text: str) -> dict[str, Any]:
         raise ConfigError(f"override {text!r} cannot be read: {error}") from error
     assert isinstance(parsed, dict)
     return {str(k): v for k, v in parsed.items()}
+
+
+def _one_as_list(layer: dict[str, Any]) -> dict[str, Any]:
+    """`rollout.url` may be one string."""
+    rollout = layer.get("rollout")
+    if isinstance(rollout, Mapping) and isinstance(rollout.get("url"), str):
+        return {**layer, "rollout": {**rollout, "url": [rollout["url"]]}}
+    return layer
 
 
 def _unknown_keys(cls: type, given: Mapping[str, Any], prefix: str) -> Iterator[str]:

@@ -134,6 +134,25 @@ class RolloutSection:
         "compare checksums of chosen weights in the engine with what was sent: never, after an "
         "engine's first push, or after each",
     )
+    url: list[str] = opt(
+        [],
+        "SGLang servers that somebody else runs, http://HOST:PORT each; used in place of engines "
+        "of our own (their memory, cache, running requests and split are then their own matter)",
+    )
+    api_key_env: str = opt(
+        "",
+        "environment variable that holds the servers' API key; empty: none is sent",
+    )
+    sync_address: str = opt(
+        "",
+        "this host's address as the servers reach it, to take weights from; empty: that of the "
+        "way to each server",
+    )
+    server_wait_s: float = opt(
+        300.0,
+        "seconds that a server may take to be healthy, at the start and after it has failed; then "
+        "the run saves and ends",
+    )
     timeout_s: float = opt(
         600.0, "seconds: an engine that gives no answer for so long has failed, and is replaced"
     )
@@ -172,6 +191,7 @@ class RolloutSection:
             max_running_requests=self.max_running_requests,
             sync_bucket_bytes=self.sync_bucket_bytes,
             timeout_s=self.timeout_s,
+            server_wait_s=self.server_wait_s,
         )
         p.not_negative(max_restarts=self.max_restarts)
         p.require(0 < self.top_p <= 1, "top_p", self.top_p, "it must lie in (0, 1]")

@@ -1,4 +1,4 @@
-"""What the trainer asks of a rollout engine: `sglang_engine` answers, and `megatron_engine`.
+"""What the trainer asks of a rollout engine: `sglang_engine`, `sglang_server`, `megatron_engine`.
 
 Token ids go in and come out: what the engine sampled is what is trained, no text is encoded twice.
 """
@@ -27,6 +27,10 @@ class EngineDied(EngineFailure):
 
 class EngineRefused(EngineFailure):
     """The engine answers, but not what it was asked for, so nothing it says counts any more."""
+
+
+class EngineGone(EngineFailure):
+    """The engine cannot be had, and trying again would not help: a run ends with it."""
 
 
 @dataclass(frozen=True, kw_only=True)

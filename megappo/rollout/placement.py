@@ -1,5 +1,8 @@
 """Which ranks own an engine, and which ranks share prompts: pure functions of the layout.
 
+Where servers of others generate, all ranks are one sharing domain, and `config.servers` says which
+rank is whose.
+
 Legend: a *replica* is the TP x CP x PP ranks that train on the same samples; a *rollout group* is
 `rollout.tp` consecutive ranks with one engine, which its first rank owns. Replicas need not be
 consecutive (pipeline stages are far apart), so a group may reach into several replicas and a
@@ -21,8 +24,8 @@ class Placement:
     """One rank's place among the engines."""
 
     rank: int
-    tp: int
-    """ranks of a rollout group"""
+    owner_ranks: frozenset[int]
+    """ranks of the run that own an engine"""
     members: tuple[int, ...]
     """ranks of this rank's sharing domain, ascending"""
     group: Any
@@ -30,13 +33,13 @@ class Placement:
 
     @property
     def owns_engine(self) -> bool:
-        """Whether this rank starts its rollout group's engine."""
-        return self.rank % self.tp == 0
+        """Whether this rank starts its rollout group's engine, or uses a server for all."""
+        return self.rank in self.owner_ranks
 
     @property
     def owners(self) -> list[int]:
         """Places in `members` of the ranks that own an engine."""
-        return [place for place, rank in enumerate(self.members) if rank % self.tp == 0]
+        return [place for place, rank in enumerate(self.members) if rank in self.owner_ranks]
 
 
 def sharing_domains(replicas: Sequence[Sequence[int]], tp: int) -> list[list[int]]:

@@ -23,7 +23,13 @@ import torch
 from torch import Tensor
 
 from megappo.distributed.parallel import ParallelContext, all_gather_objects, any_rank
-from megappo.rollout.engine import EngineFailure, GenerationRequest, RolloutEngine, SyncReport
+from megappo.rollout.engine import (
+    EngineFailure,
+    EngineGone,
+    GenerationRequest,
+    RolloutEngine,
+    SyncReport,
+)
 from megappo.types import Completion
 
 WeightSource = Callable[[], AbstractContextManager[Iterator[tuple[str, Tensor]]]]
@@ -34,7 +40,10 @@ _log = logging.getLogger(__name__)
 
 
 class EnginesLost(RuntimeError):  # noqa: N818, an outcome and not a mistake
-    """An engine failed once more than it may be replaced. Raised on all ranks alike."""
+    """An engine failed once more than it may be replaced, or cannot be had again.
+
+    Raised on all ranks alike.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +69,8 @@ class _Report:
     """What one rank tells the others."""
 
     failure: str | None
+    is_gone: bool
+    """Whether another start would not help."""
     num_restarts: int
     num_aborted: int
 
@@ -97,6 +108,7 @@ class EngineKeeper:
         """Of the push of `_version`, once this engine has it whole."""
         self._asleep = False
         self._failed_asleep: str | None = None
+        self._is_gone = False
         self._lost: EnginesLost | None = None
         self._engine = None if start is None else start()
 
@@ -190,7 +202,10 @@ class EngineKeeper:
         if not any_rank(failure is not None or self._num_aborted > 0, self._context):
             return False
         mine = _Report(
-            failure=failure, num_restarts=self._num_restarts, num_aborted=self._num_aborted
+            failure=failure,
+            is_gone=self._is_gone,
+            num_restarts=self._num_restarts,
+            num_aborted=self._num_aborted,
         )
         self._num_aborted = 0
         reports: list[_Report] = all_gather_objects(mine, self._context.world_group)
@@ -198,6 +213,8 @@ class EngineKeeper:
         for rank, report in enumerate(reports):
             if report.failure is None:
                 continue
+            if report.is_gone:
+                raise EnginesLost(f"the engine of rank {rank} is lost: {report.failure}")
             if report.num_restarts >= self._max_restarts:
                 raise EnginesLost(
                     f"the engine of rank {rank} failed after {report.num_restarts} restarts, and "
@@ -234,6 +251,7 @@ class EngineKeeper:
         try:
             self._engine = self._start()
         except EngineFailure as error:
+            self._is_gone = isinstance(error, EngineGone)
             return _first_line(error)
         return None
 

@@ -9,6 +9,7 @@ import torch
 
 from megappo.config import Config
 from megappo.config.learning import ActorSection, CriticSection
+from megappo.config.servers import server_owners
 from megappo.data.cost import SequenceCost
 from megappo.distributed.grad_sync import Trainable, make_trainable
 from megappo.distributed.offload import Offloader, chosen_parts
@@ -33,6 +34,7 @@ from megappo.rollout.placement import Placement, sharing_domains
 from megappo.rollout.recovery import EngineKeeper
 from megappo.rollout.sampling import SamplingSettings, end_token_ids
 from megappo.rollout.sglang_engine import EngineSettings, SGLangEngine
+from megappo.rollout.sglang_server import SGLangServer
 from megappo.rollout.worker import RolloutWorker
 from megappo.trainer.balance import Balancer
 from megappo.trainer.corrector import Correction, Corrector
@@ -44,6 +46,7 @@ from megappo.trainer.micro_batches import MicroBatchPlanner
 from megappo.trainer.ppo_trainer import PPOTrainer, StepPlan
 from megappo.trainer.preflight import Preflight, model_paths, wanted_layers
 from megappo.trainer.scoring import BatchScorer
+from megappo.trainer.servers import context_length, server_settings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -117,10 +120,15 @@ def build_trainer(
 def _placement(config: Config, context: ParallelContext) -> Placement:
     """Collective over the world."""
     layout = replicas(tp=context.tp, cp=context.cp, dp=context.dp, pp=context.pp)
-    domains = sharing_domains(layout, config.rollout.tp)
+    if config.rollout.url:
+        domains = [list(range(context.world_size))]
+        owners = server_owners(len(config.rollout.url), context.world_size)
+    else:
+        domains = sharing_domains(layout, config.rollout.tp)
+        owners = list(range(0, context.world_size, config.rollout.tp))
     return Placement(
         rank=context.rank,
-        tp=config.rollout.tp,
+        owner_ranks=frozenset(owners),
         members=tuple(next(d for d in domains if context.rank in d)),
         group=group_of(context.rank, domains, timeout_s=config.trainer.distributed_timeout_s),
     )
@@ -337,6 +345,10 @@ def _engine(
     config: Config, found: Preflight, context: ParallelContext, actor: Actor, log_file: Path
 ) -> RolloutEngine:
     """What `rollout.engine` names, with the model folder's weights or the actor's own."""
+    if config.rollout.url:
+        owners = server_owners(len(config.rollout.url), context.world_size)
+        url = config.rollout.url[owners.index(context.rank)]
+        return SGLangServer(server_settings(config, found, url, device=context.device.type))
     if config.rollout.engine == "sglang":
         return SGLangEngine(_engine_settings(config, context, log_file))
     (chunk,) = actor.policy.network.chunks
@@ -348,15 +360,9 @@ def _engine(
         tokenizer=found.tokenizer,
         end_tokens=frozenset({*end_token_ids(config.model.path), found.tokenizer.eos_token_id})
         - {None},
-        context_length=_context_length(config),
+        context_length=context_length(config),
         max_running_requests=config.rollout.max_running_requests,
     )
-
-
-def _context_length(config: Config) -> int:
-    """Most tokens of a prompt and its response, in training and validation."""
-    longest = max(config.rollout.max_response_length, config.rollout.val_response_length)
-    return config.data.max_prompt_length + longest
 
 
 def _engine_settings(config: Config, context: ParallelContext, log_file: Path) -> EngineSettings:
@@ -366,7 +372,7 @@ def _engine_settings(config: Config, context: ParallelContext, log_file: Path) -
         log_file=log_file,
         device=context.device.type,
         dtype=config.model.dtype,
-        context_length=_context_length(config),
+        context_length=context_length(config),
         max_running_requests=config.rollout.max_running_requests,
         mem_fraction_static=config.rollout.gpu_memory_utilization if on_cuda else None,
         tp_size=config.rollout.tp,

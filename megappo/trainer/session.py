@@ -24,6 +24,7 @@ from megappo.trainer.fit import Run, export_folder
 from megappo.trainer.output import Screen, redirect_to
 from megappo.trainer.preflight import Preflight, preflight
 from megappo.trainer.records import Records
+from megappo.trainer.servers import check_servers
 
 ENGINES = {
     "sglang": "SGLang, one engine a rank",
@@ -70,6 +71,7 @@ class Session:
                 "raise trainer.total_steps or trainer.total_epochs to go on"
             )
             return
+        self._check_servers(config, found, device)
         run_dir = Path(config.trainer.run_dir)
         self._log_file = run_dir / "logs" / f"rank_{launch.rank:05d}.log"
         self._screen = redirect_to(self._log_file)
@@ -172,7 +174,8 @@ class Session:
         )
         for line in found.plan.lines():
             self._say(line)
-        self._say(f"rollout    {ENGINES[config.rollout.engine]}")
+        if not config.rollout.url:
+            self._say(f"rollout    {ENGINES[config.rollout.engine]}")
         self._say(
             f"data       {len(train)} train rows ({train.num_dropped} dropped), "
             f"{num_val} validation rows; {found.total_steps} steps"
@@ -182,6 +185,16 @@ class Session:
         if found.checkpoint is not None:
             self._say(f"resuming   from {found.checkpoint}")
         self._say(f"run folder {config.trainer.run_dir} (what libraries print: logs/)")
+
+    def _check_servers(self, config: Config, found: Preflight, device: str) -> None:
+        """Rank 0 asks for all; a rank asks its own again when it starts to use it."""
+        assert self._launch is not None
+        if not config.rollout.url or self._launch.rank != 0:
+            return
+        for url in config.rollout.url:
+            self._say(f"server     {url}: asking, for up to {config.rollout.server_wait_s:g} s")
+        for facts in check_servers(config, found, device=device):
+            self._say(f"server     {facts.line()}")
 
     def _say(self, text: str) -> None:
         assert self._launch is not None

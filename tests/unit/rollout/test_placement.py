@@ -44,7 +44,9 @@ def test_a_domain_holds_whole_replicas_and_whole_engines(layout, tp):
 
 
 def test_the_first_rank_of_each_group_owns_its_engine():
-    place = Placement(rank=6, tp=2, members=(1, 4, 5, 6, 7), group=None)
+    place = Placement(
+        rank=6, owner_ranks=frozenset({0, 2, 4, 6}), members=(1, 4, 5, 6, 7), group=None
+    )
     assert place.owns_engine
     assert place.owners == [1, 3]
 

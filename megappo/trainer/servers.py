@@ -1,0 +1,78 @@
+"""`rollout.url` of a config as settings of servers, and the check of all of them before a run."""
+
+from __future__ import annotations
+
+import os
+
+from megappo.config import Config, ConfigError
+from megappo.errors import UserError
+from megappo.models.weights import hf_names
+from megappo.rollout.engine import EngineFailure
+from megappo.rollout.server_checks import ServerFacts, WantedModel, inspect_server
+from megappo.rollout.server_client import ServerClient
+from megappo.rollout.sglang_server import ServerSettings
+from megappo.trainer.preflight import Preflight
+
+
+def context_length(config: Config) -> int:
+    """Most tokens of a prompt and its response, in training and validation."""
+    longest = max(config.rollout.max_response_length, config.rollout.val_response_length)
+    return config.data.max_prompt_length + longest
+
+
+def server_settings(config: Config, found: Preflight, url: str, *, device: str) -> ServerSettings:
+    """How this run uses one server.
+
+    Raises:
+        ConfigError: the variable that should hold the API key is not set.
+    """
+    rollout, spec = config.rollout, found.actor_spec
+    return ServerSettings(
+        url=url,
+        model=WantedModel(
+            model_type=spec.model_type,
+            vocab_size=spec.vocab_size,
+            num_kv_heads=spec.num_kv_heads,
+            weight_names=frozenset(hf_names(spec)),
+            context_length=context_length(config),
+            dtype=config.model.dtype,
+            device=device,
+            uses_stop_strings=bool(rollout.stop),
+        ),
+        tokenizer=found.tokenizer,
+        api_key=_api_key(rollout.api_key_env),
+        bucket_bytes=rollout.sync_bucket_bytes,
+        verify_sync=rollout.verify_sync,
+        timeout_s=rollout.timeout_s,
+        wait_s=rollout.server_wait_s,
+        sync_address=rollout.sync_address,
+    )
+
+
+def check_servers(config: Config, found: Preflight, *, device: str) -> list[ServerFacts]:
+    """Asks each server whether it fits; waits for those that are still starting.
+
+    Raises:
+        UserError: the first one that does not, and why.
+    """
+    facts = []
+    for url in config.rollout.url:
+        settings = server_settings(config, found, url, device=device)
+        client = ServerClient(url, api_key=settings.api_key)
+        try:
+            facts.append(inspect_server(client, settings.model, wait_s=settings.wait_s))
+        except EngineFailure as error:
+            raise UserError(str(error)) from error
+    return facts
+
+
+def _api_key(variable: str) -> str | None:
+    if not variable:
+        return None
+    key = os.environ.get(variable)
+    if not key:
+        raise ConfigError(
+            f"rollout.api_key_env is {variable!r}, and no such variable is set on this host: "
+            f"export {variable}=KEY before the start, or leave rollout.api_key_env out"
+        )
+    return key
