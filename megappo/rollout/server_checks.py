@@ -161,10 +161,12 @@ def _argument_problems(server: Mapping[str, Any], wanted: WantedModel) -> list[s
     if wanted.uses_stop_strings:
         remedy = "leave --skip-tokenizer-init out: rollout.stop has strings"
         needed["skip_tokenizer_init"] = (False, remedy)
+    # What a later version does not report any more it does not have.
+    needed_by_default = {name: value for name, (value, _) in _NEEDED_ARGUMENTS.items()}
     problems = [
         f"its {name} is {server.get(name)!r}, and {value!r} is needed ({remedy})"
         for name, (value, remedy) in needed.items()
-        if server.get(name) != value
+        if server.get(name, needed_by_default.get(name)) != value
     ]
     # SGLang's own arithmetic; it takes the size of the cache into account.
     context = server.get("max_req_input_len", 0) + 6

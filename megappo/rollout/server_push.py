@@ -7,9 +7,10 @@ then says whether each of them loaded it. Every check of `weight_update` holds h
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +29,8 @@ GROUP_NAME = "megappo_weights"
 
 _ARRIVAL_TIMEOUT_S = 60.0
 _LEAVE_TIMEOUT_S = 30.0
+_LAST_WORDS_S = 5.0
+"""A server that broke a group off is about to say why, or to be gone."""
 
 
 class ServerLink:
@@ -42,7 +45,6 @@ class ServerLink:
         """
         self._client = client
         self._timeout_s = timeout_s
-        self._poster = ThreadPoolExecutor(max_workers=1, thread_name_prefix="server-post")
         self._group: UpdateGroup | None = None
 
     def join(self, *, address: str, tp_size: int, device: str) -> None:
@@ -78,6 +80,7 @@ class ServerLink:
                     "backend": backend,
                 },
                 "joining the group for weights",
+                timeout_s=2 * _ARRIVAL_TIMEOUT_S,
             )
             self._group.join(arrival_timeout_s=_ARRIVAL_TIMEOUT_S, given_up=lambda: failed(posted))
         except UpdateGroupFailed as error:
@@ -148,15 +151,23 @@ class ServerLink:
             )
             group.close()
             left.exception()  # A server that is gone has left too.
-        self._poster.shutdown()
 
     def _post(
         self, path: str, body: Any, what: str, *, timeout_s: float | None = None
     ) -> Future[Any]:
         """Posts on another thread: the server answers once this side has done its part."""
-        return self._poster.submit(
-            self._client.post, path, body, timeout_s=timeout_s or self._timeout_s, what=what
-        )
+        posted: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                limit_s = timeout_s or self._timeout_s
+                posted.set_result(self._client.post(path, body, timeout_s=limit_s, what=what))
+            except BaseException as error:
+                posted.set_exception(error)
+
+        # A daemon: a server that hangs must not keep this process from its end.
+        threading.Thread(target=run, name="server-post", daemon=True).start()
+        return posted
 
     def _ask(self, path: str, body: Any, what: str) -> Any:
         return self._client.post(path, body, timeout_s=self._timeout_s, what=what)
@@ -248,5 +259,5 @@ def failed(posted: Future[Any] | None) -> bool:
 
 def raise_cause(posted: Future[Any] | None) -> None:
     """Raises what the server answered, if it did: it says more than the broken group."""
-    if posted is not None and posted.done():
+    if posted is not None and wait([posted], timeout=_LAST_WORDS_S).done:
         posted.result()

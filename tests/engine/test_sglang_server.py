@@ -139,26 +139,31 @@ def test_two_thousand_requests_need_no_more_descriptors(server):
     ]
 
 
-def test_responses_that_are_broken_off_are_sampled_again_and_counted(server):
+def test_responses_that_are_broken_off_are_sampled_again_and_counted(server, monkeypatch):
     long = SamplingSettings(max_new_tokens=200, ignore_eos=True)
     prompts = [PROMPTS[i % 6] for i in range(24)]
     undisturbed = [c.token_ids for c in ask(server, prompts, long)]
     assert server.num_aborted == 0
     client, stop = ServerClient(server.settings.url, api_key=KEY), threading.Event()
+    sends: list[int] = []
+    send = server._send
 
-    def abort_once() -> None:
-        while not stop.wait(0.05):
-            if client.get("/server_info", timeout_s=60, what="looking")["internal_states"]:
-                client.post("/abort_request", {"abort_all": True}, timeout_s=60, what="aborting")
-                return
+    def counted(requests):
+        sends.append(len(requests))
+        return send(requests)
 
-    thread = threading.Thread(target=abort_once)
+    def abort_until_asked_again() -> None:
+        while len(sends) < 2 and not stop.wait(0.05):
+            client.post("/abort_request", {"abort_all": True}, timeout_s=60, what="aborting")
+
+    monkeypatch.setattr(server, "_send", counted)
+    thread = threading.Thread(target=abort_until_asked_again)
     thread.start()
     completions = ask(server, prompts, long)
     stop.set()
     thread.join()
     assert [c.token_ids for c in completions] == undisturbed
-    assert 0 < server.num_aborted <= 24
+    assert 0 < server.num_aborted == sum(sends[1:])
 
 
 def test_the_next_run_uses_the_same_server(settings, launched, tiny_weights):
