@@ -61,7 +61,8 @@ class BatchPlan:
 
     def _rollout_line(self) -> str:
         if self.num_servers:
-            return f"rollout    {self.num_servers} servers for {self.world_size} ranks"
+            servers = "server" if self.num_servers == 1 else "servers"
+            return f"rollout    {self.num_servers} {servers} for {self.world_size} ranks"
         return f"rollout    {self.world_size // self.rollout_tp} engines of TP {self.rollout_tp}"
 
 

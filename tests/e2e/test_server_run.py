@@ -33,6 +33,16 @@ def root(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def server(root):
+    """One that is still starting when the first run asks for it."""
+    context = 128 + 3 + CONTEXT_RESERVE
+    server = LaunchedServer(root / "model", root / "server.log", context_length=context)
+    server.start()
+    yield server
+    server.kill()
+
+
 def start(root: Path, name: str, *overrides: str) -> subprocess.Popen[str]:
     """One rank: with one engine or one server, both form the same batches."""
     return subprocess.Popen(
@@ -60,40 +70,53 @@ def rows(run_dir: Path) -> list[dict[str, float]]:
     ]
 
 
-def test_a_run_over_a_server_that_is_killed_has_the_numbers_of_an_engine_of_our_own(root):
-    context = 128 + 3 + CONTEXT_RESERVE
-    server = LaunchedServer(root / "model", root / "server.log", context_length=context)
-    try:
-        # The run waits for a server that is still starting.
-        server.start()
-        run = start(
-            root, "server", f"rollout.url={server.url}", "rollout.api_key_env=SERVER_KEY",
-            "rollout.server_wait_s=600", "rollout.timeout_s=300",
-        )  # fmt: skip
-        metrics, deadline = root / "server" / "metrics.jsonl", time.monotonic() + TIME_LIMIT_S
-        while not metrics.exists() or not metrics.read_text():
-            assert run.poll() is None, finish(root, "server", run)
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        server.kill()
-        server.start()
-        screen = finish(root, "server", run)
-        assert server.is_running, "the run ends, the server stays"
-    finally:
-        server.kill()
-    assert "rollout    1 servers for 1 ranks" in screen
+def start_over(root: Path, name: str, server: LaunchedServer, *, wait_s: int):
+    return start(
+        root, name, f"rollout.url={server.url}", "rollout.api_key_env=SERVER_KEY",
+        f"rollout.server_wait_s={wait_s}", "rollout.timeout_s=300",
+    )  # fmt: skip
+
+
+def wait_for_a_step(root: Path, name: str, run: subprocess.Popen[str]) -> None:
+    metrics, deadline = root / name / "metrics.jsonl", time.monotonic() + TIME_LIMIT_S
+    while not metrics.exists() or not metrics.read_text():
+        assert run.poll() is None, finish(root, name, run)
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_run_over_a_server_that_is_killed_has_the_numbers_of_an_engine_of_our_own(root, server):
+    run = start_over(root, "server", server, wait_s=600)
+    wait_for_a_step(root, "server", run)
+    server.kill()
+    server.start()
+    screen = finish(root, "server", run)
+    assert server.is_running, "the run ends, the server stays"
+    assert "rollout    1 server for 1 ranks" in screen
     assert f"{server.url}: SGLang " in screen
     assert "TP 1, honours seeds" in screen
     events = [json.loads(line) for line in (root / "server" / "events.jsonl").open()]
     (restart,) = [event for event in events if event["kind"] == "engine_restarted"]
     assert f"the server {server.url} is gone while" in restart["reason"]
-    assert not any(KEY in p.read_text() for p in (root / "server").rglob("*.*") if p.is_file()
-                   and p.suffix in (".yaml", ".jsonl", ".log"))  # fmt: skip
-    raw = [json.loads(line) for line in metrics.read_text().splitlines()]
+    raw = [json.loads(line) for line in (root / "server" / "metrics.jsonl").open()]
     assert sum(row["rollout/engine_restarts"] for row in raw) == 1
     assert all(row["rollout/sync_verified"] == 15 for row in raw)
+    written = [p for p in (root / "server").rglob("*") if p.suffix in (".yaml", ".jsonl", ".log")]
+    assert len(written) > 3
+    assert not any(KEY in path.read_text() for path in written), "the key stays a secret"
     finish(root, "own", start(root, "own"))
     assert rows(root / "server") == rows(root / "own")
+
+
+def test_the_next_run_over_a_server_that_does_not_come_back_saves_and_says_so(root, server):
+    run = start_over(root, "lost", server, wait_s=5)
+    wait_for_a_step(root, "lost", run)
+    server.kill()
+    out, err = run.communicate(timeout=TIME_LIMIT_S)
+    assert run.returncode == 1, out + err
+    assert "EnginesLost: the engine of rank 0 is lost: the server" in err
+    assert f"{server.url} was not healthy within rollout.server_wait_s 5 s" in err
+    assert (root / "lost" / "checkpoints" / "latest").exists()
 
 
 def test_a_dead_port_is_one_error_before_anything_is_built(root):
