@@ -35,8 +35,9 @@ from megappo.rollout.sglang_settings import (
     check_installation,
     environment_of,
 )
+from megappo.rollout.staging import Staging
 from megappo.rollout.sync_check import SyncWitness
-from megappo.rollout.weight_update import Staging, push_weights
+from megappo.rollout.weight_update import push_weights
 from megappo.types import Completion
 
 __all__ = ["EngineSettings", "SGLangEngine"]

@@ -109,13 +109,24 @@ class SGLangProcess:
         Raises:
             EngineDied: a process of the engine is gone, or it did not answer in time.
         """
-        deadline = time.monotonic() + timeout_s
+        return self.wait(self.submit(request, what=what), timeout_s=timeout_s, what=what)
+
+    def submit(self, request: Coroutine[Any, Any, T], *, what: str) -> concurrent.futures.Future[T]:
+        """Starts a coroutine of the manager; every future is to be given to `wait`.
+
+        Raises:
+            EngineDied: a process of the engine is gone.
+        """
         try:
             self._raise_if_dead(what)
         except EngineDied:
             request.close()
             raise
-        future = asyncio.run_coroutine_threadsafe(request, self._engine.loop)
+        return asyncio.run_coroutine_threadsafe(request, self._engine.loop)
+
+    def wait(self, future: concurrent.futures.Future[T], *, timeout_s: float, what: str) -> T:
+        """The result of a coroutine that `submit` started; as `call`, with the time from now on."""
+        deadline = time.monotonic() + timeout_s
         try:
             while True:
                 done, _ = concurrent.futures.wait([future], timeout=_POLL_S)

@@ -1,9 +1,9 @@
 """Pushes the trainer's weights into SGLang, some at a time, with every answer checked.
 
-Tensors are packed into one staging buffer that is shared with the engine's processes and filled
-anew for each bucket: memory and file descriptors stay constant however large the model is. SGLang
-copies a bucket into its parameters before it answers, so the buffer is free again then. In host
-memory it stays for the next push, because touching new pages costs several times the copy itself.
+Tensors are packed into memory that is shared with the engine's processes (`staging`), bucket by
+bucket: memory and file descriptors stay constant however large the model is. There are two places
+for a bucket. While the engine loads one, the next is gathered and packed into the other. SGLang
+copies a bucket into its parameters before it answers, so its place is free again then.
 
 SGLang skips names that it does not know and reports success. So the names are compared here with
 those that the caller expects, each exactly once, and a tensor that is not finite is not sent.
@@ -12,9 +12,11 @@ those that the caller expects, each exactly once, and a tensor that is not finit
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections import deque
+from collections.abc import Collection, Coroutine, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,38 +24,8 @@ from torch import Tensor
 
 from megappo.rollout.engine import EngineDied, EngineRefused, SyncReport
 from megappo.rollout.sglang_process import SGLangProcess
+from megappo.rollout.staging import Slot, Staging, pack, padded
 from megappo.rollout.sync_check import SyncWitness, read_checksums
-
-_ALIGNMENT = 16
-"""Bytes; a tensor of any dtype may start at a multiple."""
-
-
-class Staging:
-    """Memory that this process fills and the engine's processes read."""
-
-    def __init__(self) -> None:
-        """Holds nothing until the first push."""
-        self._buffer: Tensor | None = None
-
-    def at_least(self, num_bytes: int, *, device: torch.device) -> Tensor:
-        """A shared buffer of at least this size: the one before, if it suffices. [>= n] uint8."""
-        buffer = self._buffer
-        if buffer is None or buffer.nbytes < num_bytes or buffer.device != device:
-            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-            if device.type == "cuda":
-                from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
-
-                # Names devices by UUID: the engine's processes may number them differently.
-                monkey_patch_torch_reductions()
-            else:
-                buffer.share_memory_()
-            self._buffer = buffer
-        return buffer
-
-    def end_push(self) -> None:
-        """Frees device memory, which the trainer needs; keeps host memory."""
-        if self._buffer is not None and self._buffer.is_cuda:
-            self._buffer = None
 
 
 def push_weights(
@@ -118,7 +90,7 @@ def push_weights(
 def checked_weights(
     named_tensors: Iterable[tuple[str, Tensor]], expected_names: Collection[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Passes tensors on; raises ValueError at a wrong name or content, or when some are missing."""
+    """Passes tensors on; raises ValueError at a wrong name, or when some are missing."""
     missing = set(expected_names)
     known = frozenset(missing)
     for name, tensor in named_tensors:
@@ -129,7 +101,6 @@ def checked_weights(
             )
         if name not in missing:
             raise ValueError(f"weight {name!r} was pushed twice: export each name once")
-        _require_finite(name, tensor)
         missing.remove(name)
         yield name, tensor
     if missing:
@@ -140,18 +111,6 @@ def checked_weights(
         )
 
 
-def _require_finite(name: str, tensor: Tensor) -> None:
-    """Raises ValueError if an element is NaN or infinite."""
-    # A sum reads once and writes nothing; only one that overflows needs the second look.
-    if tensor.sum().isfinite() or tensor.isfinite().all():
-        return
-    count = int((~tensor.isfinite()).sum())
-    raise ValueError(
-        f"weight {name!r} has {count} of {tensor.numel()} elements that are NaN or infinite, and "
-        "was not sent: training has diverged; lower the learning rate, or resume before this step"
-    )
-
-
 def _buckets(
     named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int
 ) -> Iterator[list[tuple[str, Tensor]]]:
@@ -159,7 +118,7 @@ def _buckets(
     bucket: list[tuple[str, Tensor]] = []
     filled = 0
     for name, tensor in named_tensors:
-        size = _padded(tensor.nbytes)
+        size = padded(tensor.nbytes)
         if bucket and filled + size > bucket_bytes:
             yield bucket
             bucket, filled = [], 0
@@ -169,8 +128,14 @@ def _buckets(
         yield bucket
 
 
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+@dataclass(frozen=True, kw_only=True)
+class _Sent:
+    """A request that the engine has not answered yet, as far as we know."""
+
+    answer: Future[tuple[bool, str]]
+    what: str
+    slot: Slot | None
+    """That the engine's processes read until they answer."""
 
 
 class _Push:
@@ -183,43 +148,51 @@ class _Push:
         self._tp_size = tp_size
         self._timeout_s = timeout_s
         self._staging = staging
+        self._sent: deque[_Sent] = deque()
+        self._num_buckets = 0
         self.num_tensors = 0
         self.num_bytes = 0
 
     @contextmanager
     def session(self) -> Iterator[None]:
         """SGLang's bracket around an update; closed on an exception, so that another can open."""
-        from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
+        from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
 
-        manager = self._process.manager
-        self._request(
-            manager.begin_weight_update(BeginWeightUpdateReqInput(), None), "opening an update"
+        # Packing the first bucket does not wait for the answer.
+        self._submit(
+            self._process.manager.begin_weight_update(BeginWeightUpdateReqInput(), None),
+            "opening an update",
         )
-        close = partial(manager.end_weight_update, EndWeightUpdateReqInput(), None)
         try:
             yield
+            self._settle(0)
         except EngineDied:
             raise  # Nobody is left to close it, and trying would hide where the engine died.
         except BaseException:
-            self._request(close(), "closing an update")
+            while self._sent:
+                self._answer(self._sent.popleft())  # the push has failed, whatever it is
+            self._close()
             raise
-        self._request(close(), "closing an update")
+        self._close()
 
     def send(self, bucket: list[tuple[str, Tensor]]) -> None:
-        """Packs one bucket and waits until every process has loaded it."""
+        """Packs one bucket and sends it, while the engine may still load the one before."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
-        payload = self._payload(bucket)
+        self._settle(1)
+        slot = self._staging.slot(self._num_buckets)
         request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=payload,
+            serialized_named_tensors=self._payload(bucket, slot),
             load_format="flattened_bucket",
             # Once at the end, by the caller, with a time-out and a check.
             flush_cache=False,
         )
-        self._request(
+        self._submit(
             self._process.manager.update_weights_from_tensor(request, None),
             f"loading {len(bucket)} weights from {bucket[0][0]} to {bucket[-1][0]}",
+            slot=slot,
         )
+        self._num_buckets += 1
         self.num_tensors += len(bucket)
         self.num_bytes += sum(tensor.nbytes for _, tensor in bucket)
 
@@ -237,28 +210,53 @@ class _Push:
         if reported != str(version):
             raise EngineRefused(f"weight version {version} was set, and SGLang reports {reported}")
 
-    def _request(self, request: Any, what: str) -> None:
-        success, message = self._process.call(request, timeout_s=self._timeout_s, what=what)
-        if not success:
-            raise EngineRefused(f"SGLang refused {what}: {message}")
+    def _close(self) -> None:
+        from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
 
-    def _payload(self, bucket: list[tuple[str, Tensor]]) -> list[bytes]:
+        self._submit(
+            self._process.manager.end_weight_update(EndWeightUpdateReqInput(), None),
+            "closing an update",
+        )
+        self._settle(0)
+
+    def _submit(
+        self, request: Coroutine[Any, Any, tuple[bool, str]], what: str, *, slot: Slot | None = None
+    ) -> None:
+        answer = self._process.submit(request, what=what)
+        self._sent.append(_Sent(answer=answer, what=what, slot=slot))
+
+    def _settle(self, most: int) -> None:
+        """Waits until at most so many requests have no answer; raises EngineRefused at a no."""
+        while len(self._sent) > most:
+            sent = self._sent.popleft()
+            success, message = self._answer(sent)
+            if not success:
+                raise EngineRefused(f"SGLang refused {sent.what}: {message}")
+            if sent.slot is not None and sent.slot.buffer is not None:
+                # `sglang_staging`, which SGLang on CUDA goes without, keeps it mapped.
+                sent.slot.mapped = not sent.slot.buffer.is_cuda
+
+    def _answer(self, sent: _Sent) -> tuple[bool, str]:
+        return self._process.wait(sent.answer, timeout_s=self._timeout_s, what=sent.what)
+
+    def _payload(self, bucket: list[tuple[str, Tensor]], slot: Slot) -> list[bytes]:
         """The bucket as SGLang's flattened form, serialised for each process."""
         from sglang.srt.utils import MultiprocessingSerializer
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
-        total = sum(_padded(tensor.nbytes) for _, tensor in bucket)
-        staging = self._staging.at_least(total, device=bucket[0][1].device)
-        metadata = []
-        start = 0
-        for name, tensor in bucket:
-            end = start + tensor.nbytes
-            staging[start:end].view(tensor.dtype).copy_(tensor.reshape(-1))
-            metadata.append(
-                FlattenedTensorMetadata(name, tensor.shape, tensor.dtype, start, end, tensor.nbytes)
-            )
-            start += _padded(tensor.nbytes)
-        if staging.is_cuda:
-            torch.cuda.synchronize(staging.device)
-        content = {"flattened_tensor": staging, "metadata": metadata}
+        total = sum(padded(tensor.nbytes) for _, tensor in bucket)
+        buffer = slot.at_least(total, device=bucket[0][1].device)
+        metadata = [
+            FlattenedTensorMetadata(name, tensor.shape, tensor.dtype, start, end, end - start)
+            for (name, tensor), (start, end) in zip(bucket, pack(bucket, buffer), strict=True)
+        ]
+        if buffer.is_cuda:
+            torch.cuda.synchronize(buffer.device)
+        content = {
+            "flattened_tensor": None if slot.mapped else buffer,
+            "slot": slot.number,
+            "metadata": metadata,
+        }
+        if slot.mapped:
+            return [MultiprocessingSerializer.serialize(content)] * self._tp_size
         return [MultiprocessingSerializer.serialize(content) for _ in range(self._tp_size)]
