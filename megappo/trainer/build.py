@@ -47,6 +47,7 @@ from megappo.trainer.ppo_trainer import PPOTrainer, StepPlan
 from megappo.trainer.preflight import Preflight, model_paths, wanted_layers
 from megappo.trainer.scoring import BatchScorer
 from megappo.trainer.servers import context_length, server_settings
+from megappo.trainer.status import Status
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -114,6 +115,7 @@ def build_trainer(
             trained=(actor.trainable, critic.trainable),
             reference=None if reference is None else reference.memory,
         ),
+        status=Status(Path(config.trainer.run_dir) if context.is_main else None),
     )
 
 

@@ -60,6 +60,7 @@ class Run:
         trainer = self.trainer
         if checkpoint is not None:
             self._resume(checkpoint)
+        trainer.status.enter("push", trainer.step_number)
         pushed = trainer.push_weights()
         self._event("pushed", trainer.step_number, **pushed)
         if checkpoint is None and self.config.trainer.val_before_train:
@@ -75,6 +76,7 @@ class Run:
                 raise StopRequested(f"stopped by a signal after step {step}; state saved")
         if self.config.checkpoint.export_hf:
             self._export()
+        trainer.status.enter("done", trainer.step_number)
 
     def _step(self) -> None:
         """One step and the validation that is due after it, logged. Collective over the world.
@@ -125,6 +127,7 @@ class Run:
     def _validate(self) -> Mapping[str, float]:
         if self.evaluator is None:
             return {}
+        self.trainer.status.enter("validate", self.trainer.step_number)
         start = time.perf_counter()
         found = self.evaluator.run(self.trainer.rollouts)
         return {**found, "timing_s/validate": time.perf_counter() - start}
@@ -146,6 +149,7 @@ class Run:
 
     def _save(self, step: int) -> None:
         trainer = self.trainer
+        trainer.status.enter("save", step)
         state = {
             "sampler": trainer.sampler.state_dict(),
             "kl_controller": trainer.estimator.kl_controller.state_dict(),
@@ -163,6 +167,7 @@ class Run:
 
     def _resume(self, checkpoint: Path) -> None:
         trainer = self.trainer
+        trainer.status.enter("resume", trainer.step_number)
         state = self.store.load(checkpoint, self._models())
         trainer.sampler.load_state_dict(state["sampler"])
         trainer.estimator.kl_controller.load_state_dict(state["kl_controller"])
@@ -172,6 +177,7 @@ class Run:
     def _export(self) -> None:
         network = self.trainer.actor.policy.network
         context = self.trainer.context
+        self.trainer.status.enter("export", self.trainer.step_number)
         out = export_folder(self.config)
         new = out.with_name("actor_hf.new")
         with all_ranks_or_none(context, "clearing an old export"):

@@ -30,6 +30,7 @@ from megappo.trainer.memory import ModelMemory
 from megappo.trainer.micro_batches import MicroBatchPlanner, as_mini_batches, as_passes
 from megappo.trainer.resources import GIB, resource_metrics
 from megappo.trainer.scoring import BatchScorer
+from megappo.trainer.status import Status
 from megappo.trainer.stopwatch import Stopwatch
 from megappo.types import MiniBatch, PromptBatch, RolloutBatch
 
@@ -66,12 +67,16 @@ class PPOTrainer:
     balancer: Balancer | None
     corrector: Corrector | None
     memory: ModelMemory
+    status: Status
     step_number: int = 0
     last_batch: RolloutBatch | None = field(default=None, repr=False)
 
     def step(self) -> Mapping[str, float]:
         """One PPO step; returns its metrics, equal on all ranks. Collective over the world."""
-        watch, tally, number = Stopwatch(self.context.device), self._tally(), self.step_number + 1
+        tally, number = self._tally(), self.step_number + 1
+        watch = Stopwatch(
+            self.context.device, on_enter=lambda phase: self.status.enter(phase, number)
+        )
         memory = self.memory.offload()
         prompts = self._next_prompts()
         with watch.phase("generate"):

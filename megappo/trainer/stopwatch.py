@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -24,16 +24,23 @@ PHASES = (
 
 
 class Stopwatch:
-    """Sums seconds by phase. On CUDA a phase ends when the device has caught up."""
+    """Sums seconds by phase. On CUDA a phase ends when the device has caught up.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: of this rank.
+        on_enter: hears the name of each phase that begins.
+    """
+
+    def __init__(self, device: torch.device, *, on_enter: Callable[[str], None]) -> None:
         self._device = device
+        self._on_enter = on_enter
         self._started = time.perf_counter()
         self.seconds = dict.fromkeys(PHASES, 0.0)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Adds the block's duration to one phase."""
+        self._on_enter(name)
         start = time.perf_counter()
         yield
         if self._device.type == "cuda":

@@ -1,5 +1,6 @@
 """Parts of the loop that need no ranks: time split, guard, mini-batches, metrics, exit codes."""
 
+import json
 import math
 import time
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from megappo.trainer.batch_metrics import MAXIMA, MEANS, add_batch, add_mismatch
 from megappo.trainer.guard import Guard
 from megappo.trainer.micro_batches import MicroBatchPlanner, as_mini_batches, as_passes
 from megappo.trainer.scoring import check_error_rate
+from megappo.trainer.status import Status
 from megappo.trainer.stopwatch import PHASES, Stopwatch
 from megappo.types import Completion, Prompt, collate
 
@@ -38,7 +40,8 @@ def batch_of(lengths, reasons=None):
 
 
 def test_the_time_split_adds_up_to_the_step():
-    watch = Stopwatch(torch.device("cpu"))
+    entered = []
+    watch = Stopwatch(torch.device("cpu"), on_enter=entered.append)
     with watch.phase("generate"):
         time.sleep(0.02)
     with watch.phase("generate"):
@@ -47,6 +50,20 @@ def test_the_time_split_adds_up_to_the_step():
     assert found["timing_s/generate"] >= 0.03
     parts = sum(found[f"timing_s/{p}"] for p in (*PHASES, "other"))
     assert parts == pytest.approx(found["timing_s/step"])
+    assert entered == ["generate", "generate"]
+
+
+def test_the_status_file_says_what_the_run_does_now(tmp_path):
+    status = Status(tmp_path)
+    status.enter("generate", 3)
+    first = json.loads((tmp_path / "status.json").read_text())
+    status.enter("sync", 3)
+    second = json.loads((tmp_path / "status.json").read_text())
+    assert (first["step"], first["phase"]) == (3, "generate")
+    assert (second["step"], second["phase"]) == (3, "sync")
+    assert first["since"] <= second["since"] <= time.time()
+    Status(None).enter("generate", 4)  # another rank's
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
 
 
 @pytest.mark.parametrize(("found", "stops"), [(0.4, False), (0.6, True), (math.nan, True)])

@@ -1,0 +1,214 @@
+"""Runs of the command line that are watched from outside: start, phase, processes, leftovers.
+
+Nothing of the run is patched: what it does at a moment is read from its `status.json`, its
+processes from the system. A marker in the environment, which all descendants inherit, finds those
+that outlive their run, whoever their parent is by then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+MARKER = "MEGAPPO_KILLED_RUN"
+POLL_S = 0.002
+VARIABLE = ("timing_s/", "perf/", "rollout/sync_", "rollout/engine_restarts", "rollout/aborted")
+"""Beginnings of metrics that depend on the clock, the machine or the kills themselves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Which model is trained on how many ranks."""
+
+    ranks: int
+    overrides: tuple[str, ...] = ()
+    family: str = "qwen2"
+
+
+class WatchedRun:
+    """One run, started as a user starts it."""
+
+    def __init__(
+        self, config: Path, run_dir: Path, layout: Layout, overrides: Sequence[str] = ()
+    ) -> None:
+        """Starts it; screen and temporary files are `<run_dir>.screen` and `<run_dir>.tmp`."""
+        self.run_dir = run_dir
+        self.screen_file = run_dir.with_suffix(".screen")
+        self.temporary = run_dir.with_suffix(".tmp")
+        self.temporary.mkdir(parents=True, exist_ok=True)
+        self._shared_memory: set[Path] = set()
+        self._ended = threading.Event()
+        environment = os.environ | {
+            MARKER: str(run_dir),
+            "TMPDIR": str(self.temporary),
+            "OMP_NUM_THREADS": "1",
+        }
+        with self.screen_file.open("w") as screen:
+            self.launcher = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "megappo.launch"),
+                    *("--nproc-per-node", str(layout.ranks), str(config)),
+                    *(f"trainer.run_dir={run_dir}", *layout.overrides, *overrides),
+                ],
+                stdout=screen,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=environment,
+            )
+        threading.Thread(target=self._note_shared_memory, daemon=True).start()
+
+    @property
+    def screen(self) -> str:
+        """What a user sees of it."""
+        return self.screen_file.read_text()
+
+    @property
+    def runs(self) -> bool:
+        """Whether the launcher has not ended."""
+        return self.launcher.poll() is None
+
+    def status(self) -> tuple[int, str]:
+        """Step and phase that the run is in; (0, "start") before the first."""
+        path = self.run_dir / "status.json"
+        if not path.exists():
+            return 0, "start"
+        found = json.loads(path.read_text())
+        return found["step"], found["phase"]
+
+    def ranks(self) -> list[psutil.Process]:
+        """The ranks' processes, in order of their start."""
+        children = psutil.Process(self.launcher.pid).children()
+        return sorted((c for c in children if _runs_trainer(c)), key=lambda c: c.pid)
+
+    def engines(self) -> list[list[psutil.Process]]:
+        """The processes of each engine that is up."""
+        found = [
+            [c for c in rank.children(recursive=True) if _is_engine(c)] for rank in self.ranks()
+        ]
+        return [engine for engine in found if engine]
+
+    def survivors(self) -> list[psutil.Process]:
+        """All processes of this run that are there, whoever their parent is."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                marked = process.environ().get(MARKER) == str(self.run_dir)
+                if marked and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:  # it ended meanwhile, or is somebody else's
+                continue
+        return found
+
+    def wait(self, timeout_s: float) -> int:
+        """The launcher's exit code."""
+        return self.launcher.wait(timeout=timeout_s)
+
+    def wait_until_gone(self, timeout_s: float) -> list[psutil.Process]:
+        """Waits for the last process; returns those that are still there after the time limit."""
+        deadline = time.monotonic() + timeout_s
+        while (left := self.survivors()) and time.monotonic() < deadline:
+            self.launcher.poll()  # reaps it
+            time.sleep(0.1)
+        return left
+
+    def _note_shared_memory(self) -> None:
+        """The thread: remembers the files in shared memory that the run's processes use."""
+        while not self._ended.wait(1.0):
+            for process in self.survivors():
+                try:
+                    paths = [Path(m.path) for m in process.memory_maps()]
+                except psutil.NoSuchProcess:
+                    continue
+                self._shared_memory.update(p for p in paths if p.is_relative_to("/dev/shm"))
+
+    def leftovers(self) -> list[str]:
+        """Folders of engines that were not removed, and their files in shared memory."""
+        files = [*self.temporary.glob("megappo-engine-*"), *self._shared_memory]
+        return sorted(str(path) for path in files if path.exists())
+
+    def end(self) -> None:
+        """Kills what is left of it."""
+        self._ended.set()
+        for process in self.survivors():
+            process.kill()
+        self.launcher.wait()
+
+
+def _runs_trainer(process: psutil.Process) -> bool:
+    try:
+        return "megappo.train" in process.cmdline()
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _is_engine(process: psutil.Process) -> bool:
+    try:
+        return process.cmdline()[:1] != [] and process.cmdline()[0].startswith("sglang::")
+    except psutil.NoSuchProcess:
+        return False
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Every step's metrics but for those that may differ between equal runs."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(VARIABLE)} for row in rows]
+
+
+def timings(run_dir: Path) -> Mapping[str, float]:
+    """Median seconds of each phase."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    names = {key.removeprefix("timing_s/") for row in rows for key in row if "timing_s/" in key}
+    found = {}
+    for name in names:
+        values = sorted(row[f"timing_s/{name}"] for row in rows if f"timing_s/{name}" in row)
+        found[name] = values[len(values) // 2]
+    return found
+
+
+def contents(run_dir: Path) -> dict[str, str]:
+    """Digests of what a finished run leaves: model, samples, last checkpoint.
+
+    Without the checkpoint's `.metadata`, which holds times.
+    """
+    latest = (run_dir / "checkpoints" / "latest").read_text().strip()
+    folders = ("actor_hf", "rollouts", f"checkpoints/{latest}")
+    files = [p for folder in folders for p in (run_dir / folder).rglob("*") if p.is_file()]
+    return {
+        str(p.relative_to(run_dir)): hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in files
+        if p.name != ".metadata"
+    }
+
+
+def differences(found: Path, expected: Path) -> list[str]:
+    """Where a finished run differs from another; empty if all numbers and weights are equal."""
+    problems = []
+    rows, wanted = metrics(found), metrics(expected)
+    if len(rows) != len(wanted):
+        problems.append(f"{len(rows)} steps logged instead of {len(wanted)}")
+    for row, want in zip(rows, wanted, strict=False):
+        keys = [k for k in row.keys() | want.keys() if row.get(k) != want.get(k)]
+        if keys:
+            problems.append(f"step {want['step']}: {', '.join(sorted(keys)[:5])}")
+    files, wanted_files = contents(found), contents(expected)
+    for name in sorted(files.keys() | wanted_files.keys()):
+        if files.get(name) != wanted_files.get(name):
+            problems.append(f"file {name}")
+    return problems
+
+
+def restarts(run_dir: Path) -> list[dict[str, Any]]:
+    """The run's events of engines that were replaced."""
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    return [event for event in events if event["kind"] == "engine_restarted"]
