@@ -9,7 +9,8 @@ random moment of the phase a random process of a random engine gets a SIGKILL (o
 SIGSTOP); now and then all engines do. The run must end by itself with exit code 0 and the
 undisturbed run's metrics, samples, weights and checkpoint, bit for bit, and leave no process and no
 file of an engine behind. A killed rank or launcher must end the run, with all its engines, within a
-minute; the same command must then go on to the same numbers.
+minute; a signal to the launcher must end it with exit code 75. The same command must then go on to
+the same numbers.
 
 What phase a run is in is read from its `status.json`. A kill that came too late for its phase is
 no less a kill, but is not counted as one of that phase. Exit code 1 if anything differs.
@@ -52,10 +53,15 @@ ENGINE_UNUSED = (
     "score", "sleep", "balance", "log_probs", "ref", "values", "advantages", "update_critic",
     "update_actor",
 )  # fmt: skip
-SAVING_S = 0.3
-"""Length of a save, which the metrics do not tell."""
+ANY = ("generate", *ENGINE_UNUSED, "sync", "validate", "save")
+UNTIMED_S = {"start": 15.0, "save": 0.3}
+"""Lengths of phases that the metrics do not tell."""
 GONE_LIMIT_S = 60.0
 """For every process of a run to end after the kill of a rank or the launcher."""
+STOP_LIMIT_S = 600.0
+"""For a run to end its step, save and end after SIGTERM or SIGINT."""
+START_S = 8.0
+"""Within it a process is killed once more, or the run is stopped, while an engine starts again."""
 RUN_LIMIT_S = 3600.0
 
 
@@ -69,6 +75,13 @@ class Target:
     """`engine`, `rank` or `launcher`"""
     number: signal.Signals = signal.SIGKILL
     overrides: tuple[str, ...] = ()
+    restarting: bool = False
+    """An engine is killed first; the victim follows while that starts again."""
+
+    @property
+    def stops(self) -> bool:
+        """Whether the run is asked to end, and not killed."""
+        return self.number in (signal.SIGTERM, signal.SIGINT)
 
 
 TARGETS = {
@@ -80,11 +93,19 @@ TARGETS = {
     "hanging": Target(
         phases=("generate",), number=signal.SIGSTOP, overrides=("rollout.timeout_s=15",)
     ),
+    "restarting": Target(phases=("generate",), restarting=True),
+    "rank_starting": Target(phases=("start",), victim="rank"),
     "rank_generating": Target(phases=("generate",), victim="rank"),
     "rank_updating": Target(phases=("update_critic", "update_actor"), victim="rank"),
     "rank_syncing": Target(phases=("sync",), victim="rank"),
     "rank_saving": Target(phases=("save",), victim="rank"),
-    "launcher": Target(phases=(*ENGINE_UNUSED, "sync", "save", "validate"), victim="launcher"),
+    "rank_restarting": Target(phases=("generate",), victim="rank", restarting=True),
+    "launcher": Target(phases=ANY, victim="launcher"),
+    "sigterm": Target(phases=ANY, victim="launcher", number=signal.SIGTERM),
+    "sigint": Target(phases=ANY, victim="launcher", number=signal.SIGINT),
+    "sigterm_restarting": Target(
+        phases=("generate",), victim="launcher", number=signal.SIGTERM, restarting=True
+    ),
 }
 
 
@@ -96,7 +117,7 @@ class Outcome:
     target: str
     kills: int = 0
     in_phase: int = 0
-    """kills after which the run was still in the wanted phase"""
+    """kills of the target itself after which the run was still in the wanted phase"""
     restarts: int = 0
     exit_codes: list[int] = field(default_factory=list)
     slowest_end_s: float = 0.0
@@ -151,15 +172,15 @@ class Harness:
             try:
                 self._disturb(run, target, outcome, 1)
                 killed_at = time.monotonic()
-                orphans = run.wait_until_gone(GONE_LIMIT_S)
+                orphans = run.wait_until_gone(STOP_LIMIT_S if target.stops else GONE_LIMIT_S)
             finally:
                 run.end()
             outcome.slowest_end_s = max(outcome.slowest_end_s, time.monotonic() - killed_at)
             code = run.wait(RUN_LIMIT_S)
             outcome.exit_codes.append(code)
             outcome.problems += [f"orphan: {p.pid} {p.name()}" for p in orphans]
-            if code == 0:
-                outcome.problems.append("exit code 0 after a kill")
+            if (code == 75) != target.stops or code == 0:
+                outcome.problems.append(f"exit code {code}: {run.screen[-1000:]}")
             again = self._start(run_dir)
             code = again.wait(RUN_LIMIT_S)
             again.end()
@@ -183,38 +204,59 @@ class Harness:
 
     def _disturb(self, run: WatchedRun, target: Target, outcome: Outcome, count: int) -> None:
         """Kills until `count` of them came in time, or the last step but one has passed."""
-        hits, last = 0, 0
+        hits, last, seen = 0, -1, ""
         first = self._rng.randint(2, 4) if target.victim != "engine" else 1
+        if "start" in target.phases:
+            first = 0
+        victims: list[psutil.Process] = []
         while run.runs and hits < count:
             time.sleep(POLL_S)
             step, phase = run.status()
+            if phase not in target.phases and phase != seen:
+                # Before it counts: to look for processes takes longer than a phase of a tiny model.
+                victims = self._victims(run, target)
+            seen = phase
             if phase not in target.phases or step <= last or step < first:
                 continue
             if step == self._steps and target.victim == "engine":
                 return
             last = step
-            length = sum(self._timings.get(name, SAVING_S) for name in target.phases)
-            delay = self._rng.uniform(0.0, 0.9 * length)
+            lengths = {**self._timings, **UNTIMED_S}
+            delay = self._rng.uniform(0.0, 0.9 * sum(lengths[name] for name in target.phases))
             time.sleep(delay)
-            victims = self._victims(run, target)
+            if target.restarting:
+                self._kill_an_engine_first(run)
+                outcome.kills += target.victim == "engine"
+                victims = []
+            victims = victims or self._victims(run, target)
+            if not victims:
+                last = step - 1
+                continue
             for process in victims:
                 process.send_signal(target.number)
             in_time = run.status()[1] in target.phases
             hits += in_time
             outcome.kills += len(victims)
             outcome.in_phase += len(victims) * in_time
-            names = ", ".join(f"{p.pid} {p.name()}" for p in victims)
+            names = ", ".join(str(process.pid) for process in victims)
             print(f"  {self.name} step {step} {phase} +{delay:.3f} s: {names}", flush=True)
             if target.victim != "engine":
                 return
 
+    def _kill_an_engine_first(self, run: WatchedRun) -> None:
+        self._rng.choice(self._rng.choice(run.engines())).kill()
+        time.sleep(self._rng.uniform(0.5, START_S))
+
     def _victims(self, run: WatchedRun, target: Target) -> list[psutil.Process]:
+        """Whom the next signal goes to; nobody yet while ranks and engines start."""
         if target.victim == "launcher":
             return [psutil.Process(run.launcher.pid)]
         if target.victim == "rank":
-            return [self._rng.choice(run.ranks())]
+            return self._rng.sample(ranks, 1) if (ranks := run.ranks()) else []
         engines = run.engines()
-        hit = engines if self._rng.random() < 0.2 else [self._rng.choice(engines)]
+        hit = (
+            engines if self._rng.random() < 0.2 else self._rng.sample(engines, min(1, len(engines)))
+        )
         return [self._rng.choice(engine) for engine in hit]
 
     def _check_end(self, run: WatchedRun, outcome: Outcome) -> None:

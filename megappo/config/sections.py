@@ -154,7 +154,9 @@ class RolloutSection:
         "the run saves and ends",
     )
     timeout_s: float = opt(
-        600.0, "seconds: an engine that gives no answer for so long has failed, and is replaced"
+        600.0,
+        "seconds: an engine that sends no token and no answer for so long has failed, and is "
+        "replaced; a long generation that gets on has not",
     )
     max_restarts: int = opt(
         3, "engines that may be replaced on a rank in a run; the next failure saves and ends it"
@@ -254,7 +256,10 @@ class TrainerSection:
         0, "steps in which the critic alone is trained", verl="trainer.critic_warmup"
     )
     rollouts_per_step: int = opt(32, "samples written to rollouts/ a step; -1: all; 0: none")
-    distributed_timeout_s: float = opt(1800.0, "a collective that takes longer has failed")
+    distributed_timeout_s: float = opt(
+        1800.0,
+        "a collective that takes longer has failed; in one, ranks wait for the slowest generation",
+    )
 
     def __post_init__(self) -> None:
         p = Problems()

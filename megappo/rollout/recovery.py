@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from megappo.distributed.parallel import ParallelContext, all_gather_objects, any_rank
+from megappo.errors import UserError
 from megappo.rollout.engine import (
     EngineFailure,
     EngineGone,
@@ -241,7 +242,11 @@ class EngineKeeper:
                 return
 
     def _restart(self) -> str | None:
-        """Another engine in place of this one; what failed if it does not start."""
+        """Another engine in place of this one; what failed if it does not start.
+
+        Also a mistake in what it is started from, a model folder that is gone meanwhile: an
+        exception here would leave the other ranks alone, and nothing saved.
+        """
         assert self._engine is not None, "only an engine fails"
         assert self._start is not None
         self._engine.shutdown()
@@ -250,7 +255,7 @@ class EngineKeeper:
         self._held, self._asleep = None, False
         try:
             self._engine = self._start()
-        except EngineFailure as error:
+        except (EngineFailure, UserError) as error:
             self._is_gone = isinstance(error, EngineGone)
             return _first_line(error)
         return None
@@ -291,7 +296,7 @@ class EngineKeeper:
             torch.cuda.empty_cache()
 
 
-def _first_line(error: EngineFailure) -> str:
+def _first_line(error: EngineFailure | UserError) -> str:
     """For messages and events; the whole, which has the end of the engine's log, goes to ours."""
     _log.warning("%s", error)
     return str(error).partition("\n")[0]

@@ -21,6 +21,7 @@ from megappo.distributed.update_group import UpdateGroup, UpdateGroupFailed
 from megappo.rollout.engine import EngineDied, EngineRefused, SyncReport
 from megappo.rollout.server_checks import read_server_checksums
 from megappo.rollout.server_client import ServerClient
+from megappo.rollout.staging import require_finite
 from megappo.rollout.sync_check import SyncWitness
 from megappo.rollout.weight_update import checked_weights
 
@@ -243,12 +244,18 @@ def buckets(
 
 
 def pack(bucket: list[tuple[str, Tensor]], staging: Tensor) -> Tensor:
-    """The bucket's tensors end to end, at the beginning of `staging`. [bytes] uint8."""
+    """The bucket's tensors end to end, at the beginning of `staging`. [bytes] uint8.
+
+    Raises:
+        ValueError: an element is NaN or infinite; with the tensor's name.
+    """
+    sums: list[Tensor] = []
     start = 0
     for _, tensor in bucket:
         end = start + tensor.nbytes
-        staging[start:end].view(tensor.dtype).copy_(tensor.reshape(-1))
+        sums.append(staging[start:end].view(tensor.dtype).copy_(tensor.reshape(-1)).sum())
         start = end
+    require_finite(bucket, sums)
     return staging[:start]
 
 

@@ -9,7 +9,7 @@ argmax_v(log p_v + g_v) with g_v = -log(-log u_v) is distributed as p. Here u_v 
 of (seed, position, v). So a sample depends on its own logits alone: not on the batch that it
 shares, the order of requests, or a restart.
 
-SGLang's processes find `register` by the entry point `sglang.srt.plugins` of setup.py. It does
+SGLang's processes find `register` by the entry point `sglang.srt.plugins` of setup.py. It draws
 nothing where CUDA is available: there the engine runs SGLang's deterministic mode.
 """
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from megappo.rollout import sglang_attention, sglang_staging
+from megappo.rollout import sglang_attention, sglang_orphans, sglang_staging
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,9 +98,10 @@ def _with_seeds(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def register() -> None:
-    """Installs the CPU's hooks in this process; SGLang calls it in each of its processes."""
+    """Ties this process to its parent and installs the CPU's hooks; SGLang calls it in each."""
     import torch
 
+    sglang_orphans.end_with_parent()
     if torch.cuda.is_available():
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType

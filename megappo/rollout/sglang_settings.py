@@ -69,7 +69,7 @@ class EngineSettings:
     start_timeout_s: float = 600.0
     """For the start, reading the weights included."""
     timeout_s: float = 3600.0
-    """For one call: generation or weight push."""
+    """Longest silence of an engine that is to generate or to load weights."""
     release_timeout_s: float = 60.0
     """For the device memory to be free after `sleep` (CUDA)."""
 

@@ -90,11 +90,21 @@ def pack(bucket: Sequence[tuple[str, Tensor]], buffer: Tensor) -> list[tuple[int
         sums += _copy(tensor, buffer[start:end].view(tensor.dtype))
         spans.append((start, end))
         start += padded(tensor.nbytes)
-    # A sum reads once and writes nothing; only one that overflows needs the second look.
-    if not torch.stack(sums).isfinite().all():
+    require_finite(bucket, sums)
+    return spans
+
+
+def require_finite(bucket: Sequence[tuple[str, Tensor]], sums: Sequence[Tensor]) -> None:
+    """Raises ValueError with the first tensor of which an element is NaN or infinite.
+
+    Args:
+        bucket: names and tensors.
+        sums: that together add up each element once: a sum reads once and writes nothing, and
+            only one that is not finite needs the second look at the tensors.
+    """
+    if not torch.stack([total.float() for total in sums]).isfinite().all():
         for name, tensor in bucket:
             _require_finite(name, tensor)
-    return spans
 
 
 def _copy(tensor: Tensor, target: Tensor) -> list[Tensor]:

@@ -1,11 +1,15 @@
 """`megappo.train` whose engines are killed: killed_train.py KILLS CONFIG.yaml [key=value ...]
 
-KILLS is a JSON list of {"rank", "when", "version"}. The scheduler of that rank's engine gets a
-SIGKILL, once, at a random moment
+KILLS is a JSON list of {"rank", "when", "version"} and, for an engine of several processes, the
+number of its "process". This process of that rank's engine gets a SIGKILL, once,
 
-- "generating": of the call that samples from this weight version;
-- "syncing": of the push of this version, between two of its tensors;
+- "generating", "validating": at a random moment of the call that samples from this weight version;
+- "idle": right after that generation;
+- "syncing": at a random moment of the push of this version, between two of its tensors;
 - "asleep": right after the sleep that follows generation from this version.
+
+`tools/engine_kills.py` kills at moments that are not known beforehand; here each kill hits what it
+is meant for, so that a test can count what follows.
 """
 
 from __future__ import annotations
@@ -30,39 +34,44 @@ def install(kills: list[dict[str, object]], rank: int) -> None:
 
     class KilledEngine(SGLangEngine):
         def generate(self, requests):
-            # Its start draws a few tokens to test seeds; a restarted engine has no plan left.
-            if self._is_time("generating", self.weight_version):
-                threading.Timer(random.uniform(0.0, 0.01), self._kill).start()
-            return super().generate(requests)
+            greedy = requests and requests[0].sampling.temperature == 0
+            # Its start draws a few tokens to test seeds, of version 0.
+            if kill := self._due("validating" if greedy else "generating", self.weight_version):
+                threading.Timer(random.uniform(0.0, 0.01), self._kill, [kill]).start()
+            answers = super().generate(requests)
+            if not greedy and (kill := self._due("idle", self.weight_version)):
+                self._kill(kill)
+            return answers
 
         def update_weights(self, named_tensors, *, expected_names, version):
-            if self._is_time("syncing", version):
-                named_tensors = self._dying(named_tensors, random.randrange(len(expected_names)))
+            if kill := self._due("syncing", version):
+                moment = random.randrange(len(expected_names))
+                named_tensors = self._dying(named_tensors, kill, moment)
             return super().update_weights(
                 named_tensors, expected_names=expected_names, version=version
             )
 
         def sleep(self):
             released = super().sleep()
-            if self._is_time("asleep", self.weight_version):
-                self._kill()
+            if kill := self._due("asleep", self.weight_version):
+                self._kill(kill)
             return released
 
-        def _dying(self, named_tensors, count: int) -> Iterator[tuple[str, object]]:
+        def _dying(self, named_tensors, kill, moment: int) -> Iterator[tuple[str, object]]:
             for i, pair in enumerate(named_tensors):
-                if i == count:
-                    self._kill()
+                if i == moment:
+                    self._kill(kill)
                 yield pair
 
-        def _is_time(self, when: str, version: int) -> bool:
-            kill = {"rank": rank, "when": when, "version": version}
-            if kill not in mine:
-                return False
-            mine.remove(kill)
-            return True
+        def _due(self, when: str, version: int) -> dict[str, object] | None:
+            for kill in mine:
+                if (kill["when"], kill["version"]) == (when, version):
+                    mine.remove(kill)
+                    return kill
+            return None
 
-        def _kill(self) -> None:
-            os.kill(self.pids[0], signal.SIGKILL)
+        def _kill(self, kill) -> None:
+            os.kill(self.pids[kill.get("process", 0)], signal.SIGKILL)
 
     build.SGLangEngine = KilledEngine
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from megappo.rollout.sglang_engine import SGLangEngine
 from megappo.rollout.sglang_settings import EngineSettings
+from megappo.types import Prompt
 
 VOCABULARY = 128
 CONTEXT = 320
@@ -62,6 +63,16 @@ def settings_for(model: Path, log_file: Path, **changes: object) -> EngineSettin
         device="cpu",
         dtype="float32",
         **changes,
+    )
+
+
+def prompt_of_row(row: int) -> Prompt:
+    return Prompt(
+        row=row,
+        token_ids=(40 + row, 70, 51),
+        data_source="test",
+        ground_truth="",
+        extra_info={},
     )
 
 

@@ -117,6 +117,11 @@ def run(
         first = SGLangEngine(settings)
     facts["stolen_port"], facts["port"] = stolen[0], first._ports.ports[0]
     facts["first_run"] = answer(first)
+    start = time.monotonic()
+    long = answer(first, tokens=300)
+    # SGLang reports every 50 tokens, six times in all: half the time is three times the silence.
+    first.settings = dataclasses.replace(settings, timeout_s=(time.monotonic() - start) / 2)
+    facts["a_long_generation_goes_on"] = answer(first, tokens=300) == long
     socket_folder = first._process._folder
     first.settings = dataclasses.replace(settings, timeout_s=3.0)
     os.kill(first.pids[0], signal.SIGSTOP)

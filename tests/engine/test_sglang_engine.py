@@ -390,8 +390,8 @@ def test_responses_that_are_broken_off_are_sampled_again_and_counted(engine):
     assert 0 < engine.num_aborted - before <= 64
 
 
-def test_two_thousand_requests_at_once_need_few_descriptors(engine):
-    prompts = [(3 + i % 120, 40 + i % 7) for i in range(2048)]
+def test_four_thousand_requests_at_once_need_few_descriptors(engine):
+    prompts = [(3 + i % 120, 40 + i % 7) for i in range(4096)]
     one = SamplingSettings(max_new_tokens=1, ignore_eos=True)
     child, mine = psutil.Process(engine.pids[0]), psutil.Process()
     limits = child.rlimit(psutil.RLIMIT_NOFILE), mine.rlimit(psutil.RLIMIT_NOFILE)
@@ -399,7 +399,7 @@ def test_two_thousand_requests_at_once_need_few_descriptors(engine):
     try:
         child.rlimit(psutil.RLIMIT_NOFILE, (256, limits[0][1]))
         mine.rlimit(psutil.RLIMIT_NOFILE, (256, limits[1][1]))
-        assert len(ask(engine, prompts, one)) == 2048
+        assert len(ask(engine, prompts, one)) == 4096
     finally:
         child.rlimit(psutil.RLIMIT_NOFILE, limits[0])
         mine.rlimit(psutil.RLIMIT_NOFILE, limits[1])

@@ -17,6 +17,7 @@ import pytest
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
 HERE = Path(__file__).parent
+PROXIES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,7 @@ def facts(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
         env={
             **os.environ,
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-            "http_proxy": "http://127.0.0.1:9",
+            **dict.fromkeys(PROXIES, "http://127.0.0.1:9"),
             "OMP_NUM_THREADS": "1",
         },
         capture_output=True,
@@ -76,6 +77,10 @@ def test_an_engine_that_hangs_is_an_exception_after_the_time_limit_and_at_once_f
     assert 3 <= facts["hung_while_generating"]["seconds"] < 10
     assert "did not answer within 3 s" in facts["asked_after_it_hung"]["message"]
     assert facts["asked_after_it_hung"]["seconds"] < 1
+
+
+def test_a_generation_longer_than_the_time_limit_is_left_alone_while_tokens_come(facts):
+    assert facts["a_long_generation_goes_on"]
 
 
 def test_the_engine_writes_to_its_log_and_not_to_the_screen(facts):

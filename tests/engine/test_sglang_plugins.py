@@ -1,6 +1,11 @@
 import math
+import subprocess
+import sys
+import time
 from importlib.metadata import entry_points
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -96,3 +101,23 @@ def test_sglang_can_find_both_plugins():
     }
     assert names["megappo_cpu"] == "megappo.rollout.sglang_platform:activate"
     assert names["megappo_seeds"] == "megappo.rollout.sglang_seeds:register"
+
+
+@pytest.mark.parametrize("moment", ["early", "late"])
+def test_a_process_ends_with_a_killed_parent_even_if_that_is_gone_before_it_asks(tmp_path, moment):
+    worker = Path(__file__).parent / "orphan_worker.py"
+    parent = subprocess.run([sys.executable, worker, tmp_path, moment], timeout=120, check=False)
+    assert parent.returncode == -9
+    pid = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 60
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_running(pid)
+    assert not (tmp_path / "survived").exists()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -27,7 +27,13 @@ def test_the_readmes_table_of_verls_keys_is_true():
 
 
 def test_files_that_the_documents_link_to_exist():
-    for name in ("README.md", "CONTRIBUTING.md", "docs/gpu.md", "docs/mismatch.md"):
+    for name in (
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/gpu.md",
+        "docs/mismatch.md",
+        "docs/robustness.md",
+    ):
         page = ROOT / name
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             if "://" not in target:

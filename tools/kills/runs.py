@@ -92,7 +92,7 @@ class WatchedRun:
         return sorted((c for c in children if _runs_trainer(c)), key=lambda c: c.pid)
 
     def engines(self) -> list[list[psutil.Process]]:
-        """The processes of each engine that is up."""
+        """The processes of each engine that is up or starts."""
         found = [
             [c for c in rank.children(recursive=True) if _is_engine(c)] for rank in self.ranks()
         ]
@@ -146,17 +146,20 @@ class WatchedRun:
 
 
 def _runs_trainer(process: psutil.Process) -> bool:
-    try:
-        return "megappo.train" in process.cmdline()
-    except psutil.NoSuchProcess:
-        return False
+    return "megappo.train" in _command(process)
 
 
 def _is_engine(process: psutil.Process) -> bool:
+    """SGLang's processes have a title of their own, but for their first seconds."""
+    command = " ".join(_command(process))
+    return command.startswith("sglang::") or "multiprocessing.spawn import spawn_main" in command
+
+
+def _command(process: psutil.Process) -> list[str]:
     try:
-        return process.cmdline()[:1] != [] and process.cmdline()[0].startswith("sglang::")
-    except psutil.NoSuchProcess:
-        return False
+        return process.cmdline()
+    except psutil.Error:  # it ended meanwhile
+        return []
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
