@@ -3,7 +3,7 @@
 KILLS is a JSON list of {"rank", "when", "version"} and, for an engine of several processes, the
 number of its "process". This process of that rank's engine gets a SIGKILL, once,
 
-- "generating", "validating": at a random moment of the call that samples from this weight version;
+- "generating", "validating": while it owes the answers to a call on this weight version;
 - "idle": right after that generation;
 - "syncing": at a random moment of the push of this version, between two of its tensors;
 - "asleep": right after the sleep that follows generation from this version.
@@ -37,7 +37,9 @@ def install(kills: list[dict[str, object]], rank: int) -> None:
             greedy = requests and requests[0].sampling.temperature == 0
             # Its start draws a few tokens to test seeds, of version 0.
             if kill := self._due("validating" if greedy else "generating", self.weight_version):
-                threading.Timer(random.uniform(0.0, 0.01), self._kill, [kill]).start()
+                # Stopped, so that on a busy machine it is not done before it is killed.
+                os.kill(self._pid(kill), signal.SIGSTOP)
+                threading.Timer(random.uniform(0.0, 0.05), self._kill, [kill]).start()
             answers = super().generate(requests)
             if not greedy and (kill := self._due("idle", self.weight_version)):
                 self._kill(kill)
@@ -71,7 +73,10 @@ def install(kills: list[dict[str, object]], rank: int) -> None:
             return None
 
         def _kill(self, kill) -> None:
-            os.kill(self.pids[kill.get("process", 0)], signal.SIGKILL)
+            os.kill(self._pid(kill), signal.SIGKILL)
+
+        def _pid(self, kill) -> int:
+            return self.pids[kill.get("process", 0)]
 
     build.SGLangEngine = KilledEngine
 

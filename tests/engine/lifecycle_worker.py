@@ -94,7 +94,7 @@ def death(engine: SGLangEngine) -> dict[str, object]:
 def main() -> None:
     model, folder = Path(sys.argv[1]), Path(sys.argv[2])
     settings = settings_for(model, folder / "engine.log", timeout_s=120.0, port_base=20000)
-    facts: dict[str, object] = {"state_before": process_state()}
+    facts: dict[str, object] = {"state_before": process_state(), "timeout_s": settings.timeout_s}
     # Its output goes nowhere, so that whoever reads ours need not wait for it if we fail.
     bystander = subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(600)"],
@@ -141,8 +141,10 @@ def run(
 
     third = SGLangEngine(settings)
     facts["third_run"] = answer(third)
-    os.kill(third.pids[0], signal.SIGKILL)
-    time.sleep(1.0)
+    (pid,) = third.pids
+    os.kill(pid, signal.SIGKILL)
+    while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:  # Its parent has not asked yet.
+        time.sleep(0.01)
     facts["killed_while_idle"] = death(third)
     third.shutdown()
     facts["state_after_deaths"] = process_state()

@@ -67,16 +67,16 @@ def test_shutdown_spares_the_trainers_other_children(facts):
 
 
 @pytest.mark.parametrize("when", ["killed_while_generating", "killed_while_idle"])
-def test_a_death_is_an_exception_within_seconds(facts, when):
+def test_a_death_is_an_exception_long_before_the_time_limit(facts, when):
     assert "exit code -9" in facts[when]["message"]
-    assert facts[when]["seconds"] < 10
+    assert facts[when]["seconds"] < facts["timeout_s"] / 2
 
 
 def test_an_engine_that_hangs_is_an_exception_after_the_time_limit_and_at_once_from_then_on(facts):
     assert "did not answer within 3 s while generating" in facts["hung_while_generating"]["message"]
-    assert 3 <= facts["hung_while_generating"]["seconds"] < 10
+    assert 3 <= facts["hung_while_generating"]["seconds"] < facts["timeout_s"] / 2
     assert "did not answer within 3 s" in facts["asked_after_it_hung"]["message"]
-    assert facts["asked_after_it_hung"]["seconds"] < 1
+    assert facts["asked_after_it_hung"]["seconds"] < 3
 
 
 def test_a_generation_longer_than_the_time_limit_is_left_alone_while_tokens_come(facts):
@@ -89,7 +89,7 @@ def test_the_engine_writes_to_its_log_and_not_to_the_screen(facts):
 
 
 def test_a_killed_trainer_takes_its_engine_along(facts):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while any(map(psutil.pid_exists, facts["last_pids"])) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not any(map(psutil.pid_exists, facts["last_pids"]))
