@@ -126,7 +126,7 @@ class SGLangProcess:
         return asyncio.run_coroutine_threadsafe(request, self._engine.loop)
 
     def wait(self, future: concurrent.futures.Future[T], *, timeout_s: float, what: str) -> T:
-        """The result of a coroutine that `submit` started; as `call`, with silence counted from now on."""
+        """The result of what `submit` started, as `call`; silence counts from now on."""
         heard, silent_since = self.manager.last_receive_tstamp, time.monotonic()
         try:
             while True:

@@ -32,6 +32,21 @@ def test_a_packed_bucket_is_its_tensors_end_to_end():
     assert packed.view(torch.float32).tolist() == [1.0, 3.0, 2.0, 4.0, 5.0]
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_tensor_that_is_not_finite_is_named_and_not_packed(value):
+    tensors = [("a", torch.ones(3)), ("b", torch.tensor([1.0, value]))]
+    with pytest.raises(ValueError, match=r"weight 'b' has 1 of 2 elements"):
+        pack(tensors, torch.empty(64, dtype=torch.uint8))
+
+
+def test_a_sum_that_overflows_is_no_fault():
+    largest = torch.finfo(torch.bfloat16).max
+    packed = pack(
+        [("a", torch.full((4,), largest, dtype=torch.bfloat16))], torch.empty(8, dtype=torch.uint8)
+    )
+    assert packed.view(torch.bfloat16).tolist() == [largest] * 4
+
+
 def test_a_group_that_the_engine_gives_up_fails_at_once():
     group = UpdateGroup("g", address="127.0.0.1", num_receivers=1, backend="gloo", timeout_s=60)
     start = time.monotonic()
