@@ -10,16 +10,23 @@ before the config.
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from megappo.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_USAGE
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 USAGE = "usage: python -m megappo.launch [torchrun options] CONFIG.yaml [section.key=value ...]"
 
 
 SHUTDOWN_TIMEOUT_S = 1800
 """torchrun gives its ranks 30 s after a signal; a rank may need more to end its step and save."""
+_BEFORE_SIGKILL_S = 15
+"""Less than torchrun waits between SIGTERM and SIGKILL after a rank has failed."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -40,9 +47,27 @@ def main(arguments: Sequence[str]) -> int:
         # The ranks had the signal too: each has saved, or was killed and can go on from before.
         return EXIT_RESUMABLE
     except ChildFailedError as error:
-        code = int(error.get_first_failure()[1].exitcode)
-        return code if code > 0 else EXIT_FAILED
+        first = error.get_first_failure()[1]
+        for rank, failure in error.failures.items():
+            if _was_killed(failure, first):
+                sys.stderr.write(
+                    f"rank {rank} (process {failure.pid}) was ended by {failure.signal_name()}, "
+                    "and the other ranks were stopped: look for who sent it (SIGKILL: often the "
+                    "kernel, when host memory ran out); start the same command to go on from the "
+                    "last checkpoint\n"
+                )
+        return first.exitcode if first.exitcode > 0 else EXIT_FAILED
     return EXIT_DONE
+
+
+def _was_killed(failure: ProcessFailure, first: ProcessFailure) -> bool:
+    """Whether a rank ended by a signal that the launcher did not send.
+
+    The launcher sends SIGTERM when a rank has failed, and half a minute later SIGKILL. A rank whose
+    peer was killed may fail before the launcher looks.
+    """
+    by_signal = failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM
+    return by_signal and bool(failure.timestamp - first.timestamp < _BEFORE_SIGKILL_S)
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
