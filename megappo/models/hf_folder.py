@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -26,6 +26,24 @@ from megappo.models.spec import INDEX_FILE, WEIGHTS_FILE
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 EXTRA_TEMPLATES = "additional_chat_templates"
+
+
+class TensorReader(Protocol):
+    """Full tensors of a model folder by their Hugging Face names, read in slices."""
+
+    folder: Path
+
+    def names(self) -> set[str]:
+        """Every tensor that the folder has."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Full shape of a tensor."""
+        ...
+
+    def read(self, name: str, *, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows (`dim` 0) or columns (`dim` 1) from `start` to `stop`, by default all of them."""
+        ...
 
 
 class TensorFolder:
@@ -108,15 +126,15 @@ def write_folder(
         shutil.rmtree(partial)
     partial.mkdir()
     dtype = _write_weights(tensors, partial, max_shard_bytes)
-    _copy_side_files(source, partial)
-    _write_config(source, partial, dtype, head)
+    copy_side_files(source, partial)
+    write_config(source, partial, dtype, head)
     for path in partial.rglob("*"):
         if path.is_file():
             path.chmod(0o644)  # safetensors makes files that only their owner may read
-        _flush(path)
-    _flush(partial)
+        flush(path)
+    flush(partial)
     partial.rename(out)
-    _flush(out.parent)
+    flush(out.parent)
 
 
 def _write_weights(
@@ -165,7 +183,8 @@ def _name_shards(folder: Path, shards: list[list[str]], total_bytes: int) -> Non
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _copy_side_files(source: Path, folder: Path) -> None:
+def copy_side_files(source: Path, folder: Path) -> None:
+    """Copies all but weights: config, tokenizer, chat templates, generation config, licence."""
     for path in sorted(source.iterdir()):
         if path.is_file() and not path.name.endswith(WEIGHT_SUFFIXES):
             shutil.copyfile(path, folder / path.name)
@@ -173,7 +192,8 @@ def _copy_side_files(source: Path, folder: Path) -> None:
         shutil.copytree(source / EXTRA_TEMPLATES, folder / EXTRA_TEMPLATES)
 
 
-def _write_config(source: Path, folder: Path, dtype: torch.dtype, head: Head) -> None:
+def write_config(source: Path, folder: Path, dtype: torch.dtype, head: Head) -> None:
+    """Writes the config.json of `source` with the dtype, and the head, of new weights."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).split(".")[-1]
     if head == "value":
@@ -185,7 +205,7 @@ def _write_config(source: Path, folder: Path, dtype: torch.dtype, head: Head) ->
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Waits until a file's or folder's content is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

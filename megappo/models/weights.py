@@ -26,7 +26,7 @@ from torch import Tensor
 from megappo.distributed.fsdp import ShardedParameter, is_managed, is_sharded, sharded_parameters
 from megappo.distributed.offload import OffloadedError
 from megappo.errors import ModelError
-from megappo.models.hf_folder import TensorFolder, write_folder
+from megappo.models.hf_folder import TensorFolder, TensorReader, write_folder
 from megappo.models.name_map import (
     LM_HEAD,
     OUTPUT_LAYER,
@@ -82,7 +82,7 @@ def load_hf_weights(
             if head == "value" and name == OUTPUT_LAYER and VALUE_HEAD not in expected:
                 continue
             tp, rank = expert if entry.is_expert else dense
-            shard = _read_shard(tensors, entry, spec, tp, rank)
+            shard = read_shard(tensors, entry, spec, tp, rank)
             assert shard.shape == parameter.shape, (name, shard.shape, parameter.shape)
             parameter.copy_(shard)
 
@@ -102,7 +102,7 @@ def check_weights(folder: str | Path, spec: ModelSpec, *, head: Head) -> None:
         ) from error
 
 
-def check_names(tensors: TensorFolder, spec: ModelSpec, head: Head) -> dict[str, tuple[int, ...]]:
+def check_names(tensors: TensorReader, spec: ModelSpec, head: Head) -> dict[str, tuple[int, ...]]:
     """Name and shape of the tensors that will be read; every other one must be known to be idle.
 
     Raises:
@@ -119,7 +119,7 @@ def check_names(tensors: TensorFolder, spec: ModelSpec, head: Head) -> dict[str,
         raise ModelError(
             f"the weights in {tensors.folder} do not fit a {spec.model_type} model with "
             f"{'a value head' if head == 'value' else 'a language-model head'}: "
-            f"missing {_listed(missing)}; unknown {_listed(unknown)}"
+            f"missing {listed(missing)}; unknown {listed(unknown)}"
         )
     for name, shape in expected.items():
         if tensors.shape(name) != shape:
@@ -130,7 +130,8 @@ def check_names(tensors: TensorFolder, spec: ModelSpec, head: Head) -> dict[str,
     return expected
 
 
-def _listed(names: set[str]) -> str:
+def listed(names: set[str]) -> str:
+    """The first few names and how many more there are."""
     shown = ", ".join(sorted(names)[:5]) or "none"
     return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown
 
@@ -173,8 +174,8 @@ def _unwrap(chunk: torch.nn.Module) -> GPTModel:
     return chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
 
 
-def _read_shard(tensors: TensorFolder, entry: Entry, spec: ModelSpec, tp: int, rank: int) -> Tensor:
-    """This rank's slice of one parameter."""
+def read_shard(tensors: TensorReader, entry: Entry, spec: ModelSpec, tp: int, rank: int) -> Tensor:
+    """Slice of one parameter that TP (or ETP) rank `rank` of `tp` holds."""
     if entry.kind == "vocab":
         return _read_vocab_rows(tensors, entry, tp, rank)
     pieces = []
@@ -191,7 +192,7 @@ def _read_shard(tensors: TensorFolder, entry: Entry, spec: ModelSpec, tp: int, r
     return torch.cat(pieces) if entry.kind == "gate_up" else pieces[0]
 
 
-def _read_vocab_rows(tensors: TensorFolder, entry: Entry, tp: int, rank: int) -> Tensor:
+def _read_vocab_rows(tensors: TensorReader, entry: Entry, tp: int, rank: int) -> Tensor:
     """Rows of the padded vocabulary; padding is 0 and stays so, since it gets no gradient."""
     ((name, (rows, columns)),) = entry.parts
     size = -(-rows // tp)
@@ -250,7 +251,7 @@ def export_hf(
     assert not unmapped, f"these have no Hugging Face name: {sorted(unmapped)}"
     for name, entry in table.items():
         full = _gather(mine.get(name), owners[name], entry)
-        parts = _full_parts(full, entry, spec)
+        parts = split_full(full, entry, spec)
         for (hf_name, _), part in zip(entry.parts, parts, strict=True):
             yield hf_name, part.to(dtype or part.dtype).contiguous()
 
@@ -333,7 +334,8 @@ def _gather(held: Tensor | ShardedParameter | None, owner: Owner, entry: Entry) 
     return torch.cat(halves[::2] + halves[1::2])
 
 
-def _full_parts(full: Tensor, entry: Entry, spec: ModelSpec) -> list[Tensor]:
+def split_full(full: Tensor, entry: Entry, spec: ModelSpec) -> list[Tensor]:
+    """The Hugging Face tensors of one complete parameter, in the order of `entry.parts`."""
     if entry.kind == "qkv":
         return _split_qkv(full, spec)
     if entry.kind == "gate_up":
