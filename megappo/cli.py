@@ -1,4 +1,4 @@
-"""The `megappo` command: `check` and `data`. Thin: the work is done elsewhere."""
+"""The `megappo` command: `check`, `convert`, `data`. Thin: the work is done elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megappo.errors import EXIT_DONE, EXIT_USAGE, UserError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code (2 for any mistake in the input)."""
-    parser = _parser()
+    parser = _parser(sys.argv[1:] if arguments is None else arguments)
     args, rest = parser.parse_known_args(arguments)
     # argparse takes key=value arguments in one place only; behind an option they are left over.
     strange = [r for r in rest if r.startswith("-") or "=" not in r or args.run is not _check]
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megappo", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -48,6 +48,12 @@ def _parser() -> argparse.ArgumentParser:
         "engines (rollout.tp) allow if not given",
     )
     check.set_defaults(run=_check)
+
+    convert = commands.add_parser("convert", help="Hugging Face folders to Megatron and back")
+    if "convert" in arguments[:1]:  # torch takes seconds to import, which the others do without
+        from megappo.checkpoint.convert.command import add_arguments
+
+        add_arguments(convert)
 
     data = commands.add_parser("data", help="make Parquet files of prompts")
     kinds = data.add_subparsers(required=True, metavar="KIND")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megappo.checkpoint.convert.disk_names import Piece, Pieces, find, has_layer_number
 from megappo.checkpoint.convert.place import Place
-from megappo.checkpoint.convert.raw import num_bytes
+from megappo.checkpoint.convert.raw import BLOCK_BYTES, num_bytes
 from megappo.errors import CheckpointError
 from megappo.models.name_map import (
     OUTPUT_LAYER,
@@ -28,9 +28,6 @@ from megappo.models.name_map import (
 )
 from megappo.models.spec import ModelSpec
 from megappo.models.weights import listed, split_full
-
-BLOCK_BYTES = 64 * 2**20
-"""What is held at once of a tensor that can be handled by rows (embedding and head)."""
 
 _NOT_WEIGHTS = (
     "optimizer.",
@@ -161,9 +158,13 @@ class CheckpointTensors:
         # The parts of a parameter are asked for one after the other, and read once.
         if self._last[0] != source.name:
             self._last = ("", [])
-            full = self._read(source.name, 0, self._num_rows(source.name))
+            full = self.parameter(source.name)
             self._last = (source.name, split_full(full, entry, self.spec))
         yield self._last[1][source.part].contiguous()
+
+    def parameter(self, name: str) -> Tensor:
+        """A Megatron parameter by its canonical name, whole and with the vocabulary's padding."""
+        return self._read(name, 0, self._num_rows(name))
 
     def _num_rows(self, name: str) -> int:
         return sum((self._disk.shape(p) or (1,))[0] for p in self._pieces[name])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megappo.checkpoint.convert.raw import RawFile, num_bytes
+from megappo.checkpoint.convert.raw import BLOCK_BYTES, RawFile, num_bytes
 from megappo.errors import ModelError
 from megappo.models.spec import INDEX_FILE, WEIGHTS_FILE
 
@@ -99,6 +100,16 @@ class HFTensors:
         if dim == 0:
             return file.read_rows(stored.offset, stored.shape, stored.dtype, start, stop)
         return file.read_rows(stored.offset, stored.shape, stored.dtype)[:, start:stop]
+
+    def blocks(self, name: str) -> Iterator[Tensor]:
+        """A tensor by rows, in order."""
+        shape, dtype = self.shape(name), self.dtype(name)
+        if not shape:
+            yield self.read(name)
+            return
+        step = max(1, BLOCK_BYTES // max(num_bytes(shape[1:], dtype), 1))
+        for start in range(0, shape[0], step):
+            yield self.read(name, start=start, stop=start + step)
 
     def _open(self, file: str) -> None:
         path = self.folder / file

@@ -81,6 +81,10 @@ class LegacyTensors:
         """Names of the joined tensors."""
         return set(self._shards)
 
+    def pieces(self) -> dict[str, Piece]:
+        """Every joined tensor by its name."""
+        return {name: Piece(name) for name in self._shards}
+
     def shape(self, piece: Piece) -> tuple[int, ...]:
         """Of a joined tensor."""
         shards = self._shards[piece.key]

@@ -1,7 +1,7 @@
 """Fills Megatron models from a torch_dist checkpoint, by Megatron's own loader in any layout.
 
-The way from a checkpoint to a model that does not go through Hugging Face tensors: `verify` compares
-its logits, and the tests load with it what `to_megatron` wrote.
+The way from a checkpoint to a model that does not go through Hugging Face tensors: `verify`
+compares its logits, and the tests load with it what `to_megatron` wrote.
 """
 
 from __future__ import annotations

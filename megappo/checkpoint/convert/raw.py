@@ -16,6 +16,8 @@ from torch import Tensor
 
 from megappo.errors import CheckpointError
 
+BLOCK_BYTES = 64 * 2**20
+"""What is held at once of a tensor that can be handled by rows."""
 _MAX_READ_BYTES = 2**30
 """Linux gives at most 2^31 - 4096 bytes a call."""
 

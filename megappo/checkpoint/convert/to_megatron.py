@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megappo.checkpoint.convert.checkpoint import BLOCK_BYTES, full_shape, parameters
+from megappo.checkpoint.convert.checkpoint import full_shape, parameters
 from megappo.checkpoint.convert.hf_source import HFTensors
 from megappo.checkpoint.convert.output import (
     Progress,
@@ -34,7 +34,7 @@ from megappo.checkpoint.convert.output import (
     size_text,
 )
 from megappo.checkpoint.convert.place import RELEASE, TRACKER_FILE
-from megappo.checkpoint.convert.raw import num_bytes
+from megappo.checkpoint.convert.raw import BLOCK_BYTES, num_bytes
 from megappo.checkpoint.convert.torch_dist_writer import (
     ARCHIVE_BYTES,
     DistcpFiles,

@@ -203,7 +203,7 @@ def _without_prefix(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]
 
 
 def _product(sizes: tuple[int, ...]) -> int:
-    return int(math.prod(sizes))
+    return math.prod(sizes)
 
 
 def _check_backend(folder: Path) -> None:

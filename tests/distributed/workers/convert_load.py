@@ -47,14 +47,15 @@ def check(folder: Path, checkpoint: Path, arguments: argparse.Namespace) -> None
     )
     chunks = []
     for stage in range(arguments.vp):
-        where = {"ignore_virtual": arguments.vp == 1, "vp_stage": stage if arguments.vp > 1 else None}
+        vp_stage = stage if arguments.vp > 1 else None
+        where = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
         chunk = build.build_chunk(
             spec,
             config,
             head="lm",
             pre_process=ps.is_pipeline_first_stage(**where),
             post_process=ps.is_pipeline_last_stage(**where),
-            vp_stage=where["vp_stage"],
+            vp_stage=vp_stage,
         )
         with torch.no_grad():
             for parameter in chunk.parameters():

@@ -1,0 +1,85 @@
+"""Real Megatron loads what is converted, and what real Megatron saves is converted, in any layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megappo.cli import main
+from tests.distributed.launch import run_ranks
+from tests.distributed.tiny_models import MODELS, MOE_MODELS, save_tiny_model
+from tests.tiny_run import make_run
+
+pytestmark = pytest.mark.distributed
+
+DENSE = ("llama_tied", "qwen2_tied", "qwen3")
+LOADS = {
+    "tp2": ("dense", 2, "--tp", "2"),
+    "pp2_vp2": ("dense", 2, "--pp", "2", "--vp", "2"),
+    "ep2": ("moe", 2, "--ep", "2"),
+    "moe_tp2": ("moe", 2, "--tp", "2"),
+}
+RUNS = {
+    "one": ("qwen2", 1, []),
+    "tp2": ("qwen2", 2, ["parallel.tp=2"]),
+    "tp2_pp2": ("qwen2", 4, ["parallel.tp=2", "parallel.pp=2"]),
+    "pp2_vp2": ("qwen2", 2, ["parallel.pp=2", "parallel.vpp=2"]),
+    "ep2": ("qwen3_moe", 2, ["parallel.ep=2"]),
+    "moe_pp2": ("qwen3_moe", 2, ["parallel.pp=2", "parallel.ep=1"]),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> Path:
+    """`dense/` and `moe/` with models, and `dense_cut/` and `moe_cut/` with their checkpoints."""
+    root = tmp_path_factory.mktemp("convert")
+    for group, names, cut in (
+        ("dense", DENSE, ["--tp", "2", "--pp", "2"]),
+        ("moe", tuple(MOE_MODELS), ["--tp", "2", "--ep", "2"]),
+    ):
+        for name in names:
+            save_tiny_model(root / group / name, (MODELS | MOE_MODELS)[name])
+            out = root / f"{group}_cut" / name
+            assert main(["convert", "to-megatron", str(root / group / name), str(out), *cut]) == 0
+    return root
+
+
+@pytest.mark.parametrize("layout", LOADS)
+def test_megatron_loads_a_converted_checkpoint_in_layouts_it_was_not_cut_for(folders, layout):
+    group, num_ranks, *flags = LOADS[layout]
+    where = ("--models", str(folders / group), "--checkpoints", str(folders / f"{group}_cut"))
+    run_ranks("convert_load.py", num_ranks, *where, *flags)
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory):
+    return {
+        family: make_run(tmp_path_factory.mktemp(family), family=family)
+        for family in ("qwen2", "qwen3_moe")
+    }
+
+
+@pytest.mark.parametrize("layout", RUNS)
+def test_what_a_run_saved_in_any_layout_exports_as_the_run_itself_does(configs, tmp_path, layout):
+    family, num_ranks, overrides = RUNS[layout]
+    config = configs[family]
+    out = ["--config", str(config), "--out", str(tmp_path)]
+    run_ranks("convert_run.py", num_ranks, *out, *overrides)
+    exported = torch.load(tmp_path / "exported.pt", weights_only=True)
+    model, started = config.parent / "model", load_file(config.parent / "model/model.safetensors")
+    for role, source in (
+        ("actor", tmp_path),
+        ("critic", tmp_path),
+        ("actor", tmp_path / "legacy"),
+    ):
+        result = tmp_path / f"{role}_{source.name}"
+        command = ["convert", "to-hf", str(source), str(result), "--like", str(model)]
+        assert main([*command, "--role", role]) == 0
+        found = load_file(result / "model.safetensors")
+        assert found.keys() == exported[role].keys()
+        for name, tensor in exported[role].items():
+            assert torch.equal(found[name], tensor), (role, source, name)
+        assert not torch.equal(found["model.norm.weight"], started["model.norm.weight"])

@@ -1,0 +1,98 @@
+"""Trains a step in a layout and saves it three ways: as a run does, a file a rank as Megatron-LM's
+legacy format has it, and as the Hugging Face tensors that this run itself exports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megappo.checkpoint.store import CheckpointStore
+from megappo.config import load
+from megappo.distributed import parallel
+from megappo.models.spec import load_spec
+from megappo.trainer.build import build_roles
+from megappo.trainer.preflight import model_paths
+from tests.distributed.workers.resume import minibatch, update
+from tests.distributed.workers.update import export, share, whole_batch
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", type=Path)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("overrides", nargs="*")
+    arguments = parser.parse_args()
+    config = load(arguments.config, arguments.overrides)
+    launch = parallel.LaunchEnvironment.read()
+    degrees = parallel.Degrees.of(config.parallel)
+    context = parallel.start(launch, degrees, device="cpu", seed=1, timeout_s=60)
+    specs = {role: load_spec(path) for role, path in model_paths(config).items()}
+    actor, critic, _ = build_roles(config, specs, context, total_optimizer_steps=9)
+    roles = {"actor": actor, "critic": critic}
+    update(roles, minibatch(roles, share(whole_batch(specs["actor"].vocab_size), context)))
+    store = CheckpointStore(folder=arguments.out / "checkpoints", keep=1, context=context)
+    store.save(7, {n: r.trainable for n, r in roles.items()}, {"note": 1})
+    exported = {
+        "actor": export(actor.policy.network, "lm"),
+        "critic": export(critic.network, "value"),
+    }
+    if context.rank == 0:
+        torch.save(exported, arguments.out / "exported.pt")
+    save_legacy(arguments.out / "legacy", actor.trainable.chunks, context, specs["actor"])
+    parallel.stop(context)
+
+
+def save_legacy(root: Path, chunks: Any, context: Any, spec: Any) -> None:
+    """What megatron/training/checkpointing.py of Megatron-LM writes with --ckpt-format torch."""
+    from megatron.core import parallel_state as ps
+    from megatron.core.enums import ModelType
+    from megatron.core.transformer.enums import AttnBackend
+
+    if ps.get_data_parallel_rank() and not ps.get_expert_model_parallel_rank():
+        return
+    name = f"mp_rank_{context.tp_rank:02d}"
+    if context.pp > 1:
+        name += f"_{context.pp_rank:03d}"
+    if context.ep > 1:
+        name += f"_{ps.get_expert_model_parallel_rank():03d}"
+    state: dict[str, Any] = {
+        "args": argparse.Namespace(
+            num_layers=spec.num_layers,
+            hidden_size=spec.hidden_size,
+            tensor_model_parallel_size=context.tp,
+            pipeline_model_parallel_size=context.pp,
+            expert_model_parallel_size=context.ep,
+            untie_embeddings_and_output_weights=not spec.tied,
+            attention_backend=AttnBackend.unfused,
+            model_type=ModelType.encoder_or_decoder,
+            params_dtype=torch.float32,
+            save=Path("somewhere"),
+        ),
+        "checkpoint_version": 3.0,
+        "iteration": 7,
+        "rng_state": [
+            {
+                "random_rng_state": random.getstate(),
+                "np_rng_state": np.random.get_state(),
+                "torch_rng_state": torch.get_rng_state(),
+            }
+        ],
+    }
+    for i, chunk in enumerate(chunks):
+        key = "model" if len(chunks) == 1 else f"model{i}"
+        state[key] = chunk.module.state_dict_for_save_checkpoint()
+    folder = root / "iter_0000007" / name
+    folder.mkdir(parents=True)
+    torch.save(state, folder / "model_optim_rng.pt")
+    if context.rank == 0:
+        (root / "latest_checkpointed_iteration.txt").write_text("7")
+
+
+if __name__ == "__main__":
+    main()
