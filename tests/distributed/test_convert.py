@@ -1,4 +1,4 @@
-"""Real Megatron loads what is converted, and what real Megatron saves is converted, in any layout."""
+"""Real Megatron loads what is converted, and what it saves is converted, in any layout."""
 
 from __future__ import annotations
 

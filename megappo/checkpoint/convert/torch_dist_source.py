@@ -134,7 +134,7 @@ class TorchDistTensors:
         rows = _product(chunk.sizes[:depth]) * sizes[0]
         target = out[tuple(where)]
         self._read_rows(chunk, (rows, *sizes[1:]), begin, target)
-        return target.numel()
+        return int(target.numel())
 
     def _read_rows(self, chunk: Chunk, shape: tuple[int, ...], begin: int, target: Tensor) -> None:
         """Rows from `begin` on of a chunk seen as `shape`, into `target`."""

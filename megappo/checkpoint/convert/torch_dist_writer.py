@@ -94,7 +94,7 @@ class DistcpFiles:
         # torch.save writes the whole memory that a view is a part of.
         if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != tensor.nbytes:
             tensor = tensor.clone(memory_format=torch.contiguous_format)
-        torch.save(tensor, stream)
+        _save(tensor, stream)
         chunk = Chunk(
             offsets=offsets,
             sizes=tuple(tensor.shape),
@@ -119,6 +119,17 @@ class DistcpFiles:
         if slot not in self._open:
             self._open[slot] = self._stack.enter_context((self._folder / name).open("wb"))
         return name, self._open[slot]
+
+
+def _save(tensor: Tensor, stream: IO[bytes]) -> None:
+    """`torch.save`, whose writer hides a full disk behind a RuntimeError about positions."""
+    try:
+        torch.save(tensor, stream)
+    except RuntimeError as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__context__
+        raise cause or error from error
 
 
 def saved_bytes(content: Any) -> bytes:
