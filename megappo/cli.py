@@ -90,6 +90,8 @@ def _check(args: argparse.Namespace) -> int:
     found = preflight(config, world_size)
     for line in found.plan.lines():
         sys.stdout.write(line + "\n")
+    for change in found.changes:
+        sys.stdout.write(f"changed    {change} (since {found.checkpoint})\n")
     for warning in found.warnings:
         sys.stdout.write(f"warning    {warning}\n")
     sys.stdout.write(

@@ -27,6 +27,14 @@ class CheckpointError(UserError):
     """A checkpoint is missing, incomplete, or does not fit the run that wants to load it."""
 
 
+class RanksDifferError(RuntimeError):
+    """Ranks that hold the same weights by design do not. On all ranks alike."""
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written; those before it are as they were. On all ranks alike."""
+
+
 class GuardStop(RuntimeError):  # noqa: N818, an outcome and not a mistake
     """A guard ended the run on purpose; the command exits with `EXIT_GUARD`."""
 

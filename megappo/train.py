@@ -20,6 +20,8 @@ from megappo.errors import (
     EXIT_RESUMABLE,
     EXIT_USAGE,
     GuardStop,
+    RanksDifferError,
+    SaveError,
     StopRequested,
     UserError,
 )
@@ -46,6 +48,9 @@ def main(arguments: Sequence[str]) -> int:
     except StopRequested as stop:
         session.report(f"{stop}; start the same command to go on")
         return EXIT_RESUMABLE
+    except (RanksDifferError, SaveError) as error:  # on all ranks alike: told once
+        session.report(f"failed: {error}")
+        return EXIT_FAILED
     except Exception as error:
         session.report_failure(error)
         return EXIT_FAILED

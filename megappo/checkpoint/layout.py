@@ -1,7 +1,8 @@
 """Where checkpoints lie and which of them is whole. No framework is imported.
 
 `checkpoints/step_000010/` is written under a temporary name, synced and then renamed, so a folder
-of that name is complete; the file `latest`, moved last, names the one to resume from.
+of that name is complete; the file `latest`, moved last, names the one to resume from. Each holds
+finite weights: those that are not are never saved (`trainer.guard`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,19 @@ from megappo.errors import CheckpointError
 
 _STEP = re.compile(r"step_(\d{6,})")
 LATEST = "latest"
+BEST = "best"
 STATE_FILE = "state.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepPolicy:
+    """Which checkpoints are kept."""
+
+    newest: int
+    every: int = 0
+    """also those whose step is a multiple of it; 0: none"""
+    best: bool = False
+    """also the one of the highest validation score, which the file `best` then names"""
 
 
 def folder_of(run_dir: Path) -> Path:
@@ -75,6 +90,30 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
+def write_state(folder: Path, state: Mapping[str, Any]) -> None:
+    """Writes the small state of a checkpoint."""
+    (folder / STATE_FILE).write_text(json.dumps(state, indent=1))
+
+
+def check_space(folder: Path, num_bytes: int) -> None:
+    """Looks for room before anything large is written.
+
+    Raises:
+        OSError: with what is needed and what is free.
+    """
+    needed = num_bytes + num_bytes // 50 + 2**20  # indexes and small files
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(
+            f"{folder} has {_in_gb(free)} free and the checkpoint needs {_in_gb(needed)}: make "
+            "room, or lower checkpoint.keep"
+        )
+
+
+def _in_gb(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.3g} GiB"
+
+
 def publish(temporary: Path, final: Path) -> None:
     """Makes a written checkpoint durable, gives it its name, and moves the pointer to it."""
     for path in sorted(temporary.rglob("*")):
@@ -84,27 +123,47 @@ def publish(temporary: Path, final: Path) -> None:
         shutil.rmtree(final)
     temporary.rename(final)
     _sync(final.parent)
-    pointer = final.parent / LATEST
-    scratch = final.parent / (LATEST + ".tmp")
-    scratch.write_text(final.name + "\n")
-    _sync(scratch)
-    scratch.replace(pointer)
-    _sync(final.parent)
+    _point(final.parent / LATEST, final.name)
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Removes all but the newest `keep` checkpoints, and what interrupted saves left behind.
+def prune(folder: Path, policy: KeepPolicy) -> None:
+    """Removes checkpoints that the policy does not keep, and what interrupted saves left behind.
 
     Newest by the time of writing, not by step: after a return to an earlier step the ones beyond it
-    are the old ones. What `latest` names is never removed.
+    are the old ones. What `latest` names is never removed, and no checkpoint has a weight that is
+    not finite.
     """
     named = (folder / LATEST).read_text().strip()
     paths = [folder / step_name(step) for step in complete_steps(folder)]
     paths.sort(key=lambda path: (path.name == named, (path / STATE_FILE).stat().st_mtime_ns))
-    for path in paths[:-keep]:
-        shutil.rmtree(path)
+    kept = set(paths[-policy.newest :])
+    if policy.every:
+        kept |= {path for path in paths if int(path.name[5:]) % policy.every == 0}
+    best = _best(paths) if policy.best else None
+    if best is not None:
+        kept.add(best)
+        _point(folder / BEST, best.name)
+    for path in paths:
+        if path not in kept:
+            shutil.rmtree(path)
     for leftover in folder.glob("*.saving"):
         shutil.rmtree(leftover)
+
+
+def _best(paths: Sequence[Path]) -> Path | None:
+    """The checkpoint of the highest validation score, of equal ones the newest; None without."""
+    scores = [(read_state(path).get("val_score"), path) for path in reversed(paths)]
+    scored = [(score, path) for score, path in scores if score is not None]
+    return max(scored, key=lambda pair: float(pair[0]))[1] if scored else None
+
+
+def _point(pointer: Path, name: str) -> None:
+    """Makes a pointer file name a checkpoint, in one durable move."""
+    scratch = pointer.with_name(pointer.name + ".tmp")
+    scratch.write_text(name + "\n")
+    _sync(scratch)
+    scratch.replace(pointer)
+    _sync(pointer.parent)
 
 
 def _sync(path: Path) -> None:

@@ -1,49 +1,104 @@
 """Saves and loads models, optimizers, schedulers and random streams of all ranks.
 
 Each model has a folder of its own (`actor/`, `critic/`), with the optimizer state. Its format is
-Megatron's torch_dist, optimizer state fully reshardable, and under `parallel.fsdp` another one, see
+Megatron's torch_dist in a form that any layout reads, and under `parallel.fsdp` another one, see
 `fsdp_dtensor`; neither loads where the other is in use. Random streams are a file a rank. What is
-small and equal on all ranks (step, data position, KL controller, layout, format) is `state.json`.
-Left out: resuming in another layout, and writing while training goes on.
+small and equal on all ranks (step, data position, KL controller, layout, config) is `state.json`.
+
+A save has two parts. `begin` copies the state to host memory, with all ranks. A thread of each rank
+then writes its files, and nothing communicates until `poll` finds that every rank is done and
+publishes: index and small state, new name, `latest`. Between the two training may go on.
+Left out: the copy under `parallel.fsdp`, where `begin` writes everything at once.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import queue
+import logging
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import accumulate
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from megappo.checkpoint import layout
+from megappo.checkpoint import compare, layout, streams, torch_dist
 from megappo.distributed.fsdp import is_sharded
 from megappo.distributed.grad_sync import Trainable
 from megappo.distributed.offload import Part, inner_optimizers, on_device
-from megappo.distributed.parallel import ParallelContext, all_ranks_or_none, barrier
-from megappo.errors import CheckpointError
+from megappo.distributed.parallel import (
+    ParallelContext,
+    all_gather_objects,
+    barrier,
+)
+from megappo.errors import CheckpointError, SaveError
 
-LAYOUT_FIELDS = ("world_size", "tp", "pp", "vp", "cp", "ep", "etp", "dp")
-
-Format = Literal["torch_dist", "fsdp_dtensor"]
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A checkpoint that is complete, with what it cost."""
+
+    step: int
+    path: Path
+    num_bytes: int
+    """of all ranks"""
+    write_s: float
+    """from the copy to the last rank's last file, while training may have gone on"""
+
+
+@dataclass(kw_only=True)
+class _Save:
+    """A save between `begin` and `poll`."""
+
+    step: int
+    temporary: Path
+    state: Mapping[str, Any]
+    snapshots: list[torch_dist.Snapshot]
+    num_bytes: int
+    started: float
+    write_s: float = 0.0
+    error: Exception | None = None
+    thread: threading.Thread | None = None
+
+    def write(self, extra: Callable[[], None]) -> None:
+        try:
+            extra()
+            for snapshot in self.snapshots:
+                snapshot.write()
+        except Exception as error:
+            # Told to all ranks by `poll`, which raises it.
+            self.error = error
+            logger.warning("a checkpoint's files could not be written", exc_info=error)
+        self.write_s = time.perf_counter() - self.started
+
+
+@dataclass(kw_only=True)
 class CheckpointStore:
     """Checkpoints of one run."""
 
     folder: Path
-    keep: int
+    policy: layout.KeepPolicy
     context: ParallelContext
+    _running: _Save | None = field(default=None, init=False, repr=False)
 
-    def save(self, step: int, models: Mapping[str, Trainable], state: Mapping[str, Any]) -> Path:
-        """Writes a checkpoint and makes it the latest. Collective over the world.
+    @property
+    def saving_step(self) -> int | None:
+        """Step of a save that was begun and is not yet published; equal on all ranks."""
+        return None if self._running is None else self._running.step
+
+    def save(self, step: int, models: Mapping[str, Trainable], state: Mapping[str, Any]) -> Saved:
+        """`begin` and `poll`, without anything in between. Collective over the world."""
+        self.begin(step, models, state)
+        saved = self.poll(wait=True)
+        assert saved is not None
+        return saved
+
+    def begin(self, step: int, models: Mapping[str, Trainable], state: Mapping[str, Any]) -> None:
+        """Copies the state and starts to write it. Collective over the world.
 
         Args:
             step: finished steps.
@@ -51,232 +106,183 @@ class CheckpointStore:
             state: JSON values, equal on all ranks.
 
         Raises:
+            SaveError: the disk has too little room, or cannot be written; on all ranks.
             OffloadedError: a part of a model is in host memory.
         """
+        assert self._running is None, "the save before must be polled until it is over"
+        started = time.perf_counter()
         temporary = self.folder / f"{layout.step_name(step)}.saving"
-        with all_ranks_or_none(self.context, "preparing a checkpoint"):
-            if self.context.is_main:
-                shutil.rmtree(temporary, ignore_errors=True)
-                for name in (*models, "rng"):
-                    (temporary / name).mkdir(parents=True)
+        self._on_main(lambda: _make_folders(temporary, (*models, "rng")), step, temporary)
+        snapshots = []
         for name, model in models.items():
-            _save_model(temporary / name, model)
-        with all_ranks_or_none(self.context, "writing a checkpoint"):
-            torch.save(_random_streams(), temporary / "rng" / self._rng_name())
-        final = self.folder / layout.step_name(step)
-        with all_ranks_or_none(self.context, "publishing a checkpoint"):
-            if self.context.is_main:
-                whole = {
-                    **state,
-                    "step": step,
-                    "layout": self._layout(),
-                    "format": _format(models),
-                }
-                (temporary / layout.STATE_FILE).write_text(json.dumps(whole, indent=1))
-                layout.publish(temporary, final)
-                layout.prune(self.folder, self.keep)
-        return final
+            snapshot = _copy_model(temporary / name, model)
+            snapshots += [snapshot] if snapshot is not None else []
+        sizes = all_gather_objects(sum(s.num_bytes for s in snapshots), self.context.world_group)
+        num_bytes = sum(sizes)
+        self._on_main(lambda: layout.check_space(self.folder, num_bytes), step, temporary)
+        save = _Save(
+            step=step,
+            temporary=temporary,
+            state={
+                **state,
+                "step": step,
+                "layout": self._layout(),
+                "format": _format(models),
+            },
+            snapshots=snapshots,
+            num_bytes=num_bytes,
+            started=started,
+        )
+        rng = streams.capture()
+        rng_file = temporary / "rng" / self._rng_name()
+        save.thread = threading.Thread(
+            target=save.write, args=(lambda: torch.save(rng, rng_file),), daemon=True
+        )
+        save.thread.start()
+        self._running = save
 
-    def load(self, checkpoint: Path, models: Mapping[str, Trainable]) -> dict[str, Any]:
+    def poll(self, *, wait: bool) -> Saved | None:
+        """Publishes a save whose files are all written; None if there is none.
+
+        Collective over the world if there is a `saving_step`.
+
+        Args:
+            wait: until all ranks have written, however long it takes.
+
+        Raises:
+            SaveError: a rank could not write; the checkpoints before are as they were.
+        """
+        save = self._running
+        if save is None:
+            return None
+        assert save.thread is not None
+        if wait:
+            save.thread.join()
+        running = save.thread.is_alive()
+        results = None if running else [snapshot.results for snapshot in save.snapshots]
+        told = all_gather_objects(
+            (running, _in_words(save.error), results), self.context.world_group
+        )
+        if any(running for running, _, _ in told):
+            return None
+        self._running = None
+        self._raise_first([problem for _, problem, _ in told], save.step, save.temporary)
+        final = self.folder / layout.step_name(save.step)
+        self._on_main(
+            lambda: self._publish(save, [results for _, _, results in told], final),
+            save.step,
+            save.temporary,
+        )
+        return Saved(step=save.step, path=final, num_bytes=save.num_bytes, write_s=save.write_s)
+
+    def load(
+        self, checkpoint: Path, models: Mapping[str, Trainable], *, seed: int
+    ) -> dict[str, Any]:
         """Fills models, optimizers, schedulers and random streams; returns the small state.
 
         Collective over the world.
 
+        Args:
+            checkpoint: its folder.
+            models: name -> model with optimizer.
+            seed: of the random streams in another layout, where those saved are not these ranks'.
+
         Raises:
-            CheckpointError: another layout or format, or parts are missing.
+            CheckpointError: another format, or parts are missing.
             OffloadedError: a part of a model is in host memory.
         """
         state = layout.read_state(checkpoint)
-        check_layout(state, self._layout(), checkpoint)
-        check_format(state, checkpoint, fsdp=_format(models) == "fsdp_dtensor")
+        compare.check_layout(state, self._layout(), checkpoint)
+        compare.check_format(state, checkpoint, fsdp=_format(models) == "fsdp_dtensor")
         for name, model in models.items():
             if not (checkpoint / name).is_dir():
                 raise CheckpointError(f"{checkpoint} has no folder {name}/: choose another one")
             _load_model(checkpoint / name, model)
-        streams = torch.load(checkpoint / "rng" / self._rng_name(), weights_only=True)
-        _set_random_streams(streams)
+        if compare.layout_changes(state, self._layout()):
+            streams.restart(seed, state["step"])
+        else:
+            saved = torch.load(checkpoint / "rng" / self._rng_name(), weights_only=True)
+            streams.restore(saved)
         barrier(self.context)
         return state
 
+    def _publish(self, save: _Save, results: list[Any], final: Path) -> None:
+        for number, snapshot in enumerate(save.snapshots):
+            snapshot.finish([of_rank[number] for of_rank in results])
+        layout.write_state(save.temporary, save.state)
+        layout.publish(save.temporary, final)
+        layout.prune(self.folder, self.policy)
+
+    def _on_main(self, work: Callable[[], None], step: int, temporary: Path) -> None:
+        """Rank 0 alone does it, and all ranks raise if it fails. Collective over the world."""
+        error: Exception | None = None
+        if self.context.is_main:
+            try:
+                work()
+            except Exception as caught:
+                error = caught
+                logger.warning("a checkpoint failed", exc_info=error)
+        told = all_gather_objects(_in_words(error), self.context.world_group)
+        self._raise_first(told, step, temporary)
+
+    def _raise_first(self, problems: list[str | None], step: int, temporary: Path) -> None:
+        """Raises on all ranks what was told of one, after rank 0 has removed what was written."""
+        rank = next((rank for rank, problem in enumerate(problems) if problem), None)
+        if rank is None:
+            return
+        if self.context.is_main:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise SaveError(f"the checkpoint of step {step} failed on rank {rank}: {problems[rank]}")
+
     def _layout(self) -> dict[str, int]:
-        return {name: getattr(self.context, name) for name in LAYOUT_FIELDS}
+        return {name: getattr(self.context, name) for name in compare.LAYOUT_FIELDS}
 
     def _rng_name(self) -> str:
         return f"rank_{self.context.rank:05d}.pt"
 
 
-def check_layout(state: Mapping[str, Any], now: Mapping[str, int], checkpoint: Path) -> None:
-    """Refuses a checkpoint of another layout.
-
-    Raises:
-        CheckpointError: with the degrees of both.
-    """
-    # What an earlier version did not write: no chunks, and experts' degrees of a dense model.
-    saved = {"vp": 1, "ep": 1, "etp": state["layout"]["tp"]} | state["layout"]
-    differing = [f"{k} {saved[k]} -> {v}" for k, v in now.items() if saved[k] != v]
-    if differing:
-        raise CheckpointError(
-            f"{checkpoint} was saved in another layout (checkpoint -> now): "
-            f"{', '.join(differing)}; "
-            "start as many ranks with the same parallel.* as then, or use a new trainer.run_dir"
-        )
+def _in_words(error: Exception | None) -> str | None:
+    return None if error is None else f"{type(error).__name__}: {error}"
 
 
-def check_format(state: Mapping[str, Any], checkpoint: Path, *, fsdp: bool) -> None:
-    """Refuses a checkpoint whose weights and optimizer state are of the other format.
-
-    Args:
-        state: of `layout.read_state`; without `format` it is from before there were two.
-        checkpoint: its folder, for the message.
-        fsdp: whether the run that wants to load it has `parallel.fsdp`.
-
-    Raises:
-        CheckpointError: with both formats and what to change.
-    """
-    saved, needed = state.get("format", "torch_dist"), format_of(fsdp=fsdp)
-    if saved != needed:
-        raise CheckpointError(
-            f"{checkpoint} has the format {saved}, but parallel.fsdp is {str(fsdp).lower()}, which "
-            f"reads {needed}; set parallel.fsdp={str(saved == 'fsdp_dtensor').lower()} as when it "
-            "was saved, or use a new trainer.run_dir"
-        )
+def _make_folders(temporary: Path, names: tuple[str, ...]) -> None:
+    if temporary.exists():
+        shutil.rmtree(temporary)
+    for name in names:
+        (temporary / name).mkdir(parents=True)
 
 
-def format_of(*, fsdp: bool) -> Format:
-    """How models are stored with and without `parallel.fsdp`."""
-    return "fsdp_dtensor" if fsdp else "torch_dist"
-
-
-def _format(models: Mapping[str, Trainable]) -> Format:
-    found = {format_of(fsdp=is_sharded(model.chunks[0])) for model in models.values()}
+def _format(models: Mapping[str, Trainable]) -> compare.Format:
+    found = {compare.format_of(fsdp=is_sharded(model.chunks[0])) for model in models.values()}
     assert len(found) == 1, f"the models of a run have one format, not {sorted(found)}"
     return found.pop()
-
-
-def model_identity(spec: Any) -> dict[str, Any]:
-    """What must not change between a checkpoint and a resumed run, as JSON values."""
-    values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(spec), default=str))
-    return values
-
-
-def _metadata() -> dict[str, Any]:
-    from megatron.core import parallel_state
-
-    return {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
-        "chained_optim_avoid_prefix": True,
-        "singleton_local_shards": True,
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-    }
-
-
-def _chunk_keys(model: Trainable) -> list[str]:
-    """Where Megatron's optimizers look for the chunks: `model`, or `model0` and on for several."""
-    count = len(model.chunks)
-    return ["model"] if count == 1 else [f"model{i}" for i in range(count)]
-
-
-def _sharded_state(model: Trainable, *, is_loading: bool) -> dict[str, Any]:
-    metadata = _metadata()
-    state: dict[str, Any] = {
-        key: chunk.module.sharded_state_dict(metadata=metadata)
-        for key, chunk in zip(_chunk_keys(model), model.chunks, strict=True)
-    }
-    with _places_without_padding(model):
-        state["optimizer"] = model.optimizer.sharded_state_dict(
-            state, is_loading=is_loading, metadata=metadata
-        )
-    state["scheduler"] = model.scheduler.state_dict()
-    return state
-
-
-@contextmanager
-def _places_without_padding(model: Trainable) -> Iterator[None]:
-    """Inside, buffers say where a parameter lies when the padding between buckets is left out.
-
-    Megatron gathers optimizer state without that padding (distrib_optimizer.py:1110 of
-    megatron-core 0.16.1) and then cuts it up by places that count it (:1470): with two buckets the
-    second one's weights and moments would be saved shifted, without an error. A bucket is padded
-    where its size is no multiple of 128 and DP; a tied embedding on the last stage has one of its
-    own.
-    """
-    buffers = [
-        buffer
-        for chunk in model.chunks
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-    ]
-    places = [buffer.param_index_map for buffer in buffers]
-    for buffer in buffers:
-        buffer.param_index_map = _unpadded_places(buffer)
-    try:
-        yield
-    finally:
-        for buffer, before in zip(buffers, places, strict=True):
-            buffer.param_index_map = before
-
-
-def _unpadded_places(buffer: Any) -> dict[Any, tuple[int, int, int]]:
-    padding = [bucket.grad_data.numel() - bucket.numel_unpadded for bucket in buffer.buckets]
-    before = [0, *accumulate(padding)]
-    return {
-        parameter: (start - before[bucket], end - before[bucket], bucket)
-        for parameter, (start, end, bucket) in buffer.param_index_map.items()
-    }
 
 
 _SAVED_PARTS: tuple[Part, ...] = ("params", "optimizer")
 
 
-def _save_model(folder: Path, model: Trainable) -> None:
+def _copy_model(folder: Path, model: Trainable) -> torch_dist.Snapshot | None:
+    """A copy to write, or None under FSDP, which has written by now. Collective over the world."""
     with on_device(model.memory, *_SAVED_PARTS):
-        _write_model(folder, model)
-
-
-def _write_model(folder: Path, model: Trainable) -> None:
-    # A gather that a step left to the next forward pass: a rank would write old weights.
-    model.settle()
-    if is_sharded(model.chunks[0]):
+        # A gather that a step left to the next forward pass: a rank would write old weights.
+        model.settle()
+        if not is_sharded(model.chunks[0]):
+            return torch_dist.snapshot(folder, model)
         # Here, because torch's distributed checkpoint takes a while to import.
         from megappo.checkpoint import fsdp_dtensor
 
         fsdp_dtensor.save(folder, model)
-    else:
-        _save_torch_dist(folder, model)
-
-
-def _save_torch_dist(folder: Path, model: Trainable) -> None:
-    from megatron.core import dist_checkpointing
-
-    _keep_results_in_process()
-    content = {k: v for k, v in _metadata().items() if k != "dp_cp_group"}
-    dist_checkpointing.save(
-        _sharded_state(model, is_loading=False), str(folder), content_metadata=content
-    )
-
-
-def _keep_results_in_process() -> None:
-    """Gives Megatron's writer a plain queue for its results.
-
-    By itself it starts a Manager process for that (filesystem_async.py:55 of megatron-core 0.16.1),
-    seconds at the first save, which outlives a rank that is killed. A save that blocks reads the
-    results in the process that wrote them, so a queue of that process is enough.
-    """
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    if filesystem_async._results_queue is None:
-        filesystem_async._results_queue = queue.Queue()
+        return None
 
 
 def _load_model(folder: Path, model: Trainable) -> None:
     with on_device(model.memory, *_SAVED_PARTS):
         _read_model(folder, model)
-    # Megatron keeps Adam's step with the parameter groups, which come from rank 0. A group that is
-    # empty there (experts, where the first stage has none) has no step; others would start anew.
+    # Adam's step lies with the parameter groups, and a group may be empty on the rank that saved
+    # them (experts, where the first stage has none).
     for optimizer in inner_optimizers(model.optimizer):
         for group in optimizer.param_groups:
-            if model.scheduler.num_steps:
-                group["step"] = model.scheduler.num_steps
+            group["step"] = model.scheduler.num_steps
 
 
 def _read_model(folder: Path, model: Trainable) -> None:
@@ -287,35 +293,4 @@ def _read_model(folder: Path, model: Trainable) -> None:
 
         fsdp_dtensor.load(folder, model)
     else:
-        _load_torch_dist(folder, model)
-
-
-def _load_torch_dist(folder: Path, model: Trainable) -> None:
-    from megatron.core import dist_checkpointing
-
-    state = dist_checkpointing.load(_sharded_state(model, is_loading=True), str(folder))
-    for key, chunk in zip(_chunk_keys(model), model.chunks, strict=True):
-        chunk.module.load_state_dict(state[key], strict=True)
-    model.optimizer.load_state_dict(state["optimizer"])
-    model.scheduler.load_state_dict(state["scheduler"])
-
-
-def _random_streams() -> dict[str, Any]:
-    from megatron.core import tensor_parallel
-
-    streams = {
-        "torch": torch.get_rng_state(),
-        "megatron": dict(tensor_parallel.get_cuda_rng_tracker().get_states()),
-    }
-    if torch.cuda.is_available():
-        streams["cuda"] = torch.cuda.get_rng_state()
-    return streams
-
-
-def _set_random_streams(streams: Mapping[str, Any]) -> None:
-    from megatron.core import tensor_parallel
-
-    torch.set_rng_state(streams["torch"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(streams["megatron"])
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(streams["cuda"])
+        torch_dist.load(folder, model)

@@ -287,12 +287,26 @@ class CheckpointSection:
         "auto", "auto goes on from checkpoints/latest; never refuses a folder that has any",
         verl="trainer.resume_mode",
     )  # fmt: skip
+    async_save: bool = opt(
+        True,
+        "copy the state to host memory and write it while training goes on; in line where host "
+        "memory is short, and always under parallel.fsdp",
+    )
+    on_failure: Literal["continue", "stop"] = opt(
+        "continue",
+        "after a save that failed: continue tries again after the next step, stop ends the run",
+    )
     keep: int = opt(2, "newest checkpoints kept", verl="trainer.max_actor_ckpt_to_keep")
+    keep_every: int = opt(0, "also those whose step is a multiple of it, for good; 0: none")
+    keep_best: bool = opt(
+        False, "also the one of the highest val/score/mean, of those saved after a validation"
+    )
     export_hf: bool = opt(True, "write the actor as a Hugging Face folder at the end")
 
     def __post_init__(self) -> None:
         p = Problems()
         p.positive(keep=self.keep)
+        p.not_negative(keep_every=self.keep_every)
         p.done()
 
 
@@ -307,11 +321,18 @@ class GuardSection:
         0.1, "mean difference, nats, over which a step is reported on the screen and in "
         "events.jsonl; 0 does not warn",
     )  # fmt: skip
+    check_ranks_every: int = opt(
+        20,
+        "steps between comparisons of the weights of ranks that hold the same ones, bit for bit; a "
+        "difference ends the run (exit code 1); 0: never, as always under parallel.fsdp",
+    )
 
     def __post_init__(self) -> None:
         p = Problems()
         p.not_negative(
-            max_log_prob_diff=self.max_log_prob_diff, warn_log_prob_diff=self.warn_log_prob_diff
+            max_log_prob_diff=self.max_log_prob_diff,
+            warn_log_prob_diff=self.warn_log_prob_diff,
+            check_ranks_every=self.check_ranks_every,
         )
         p.done()
 

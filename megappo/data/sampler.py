@@ -66,6 +66,11 @@ class PromptSampler:
         """Full batches; `num_rows % batch_size` rows of each epoch are left out."""
         return self.num_rows // self.batch_size
 
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the latest batch was the last full one of its epoch."""
+        return self._position + self.batch_size > self.num_rows
+
     def next_batch(self) -> tuple[int, list[int]]:
         """The epoch and the positions of the next whole batch, in the order of training."""
         if self._position + self.batch_size > self.num_rows:

@@ -318,6 +318,17 @@ def all_gather_objects(value: Any, group: Any) -> list[Any]:
     return gathered
 
 
+def gather_objects(value: Any, group: Any) -> list[Any]:
+    """Each rank's object on the world's rank 0, nothing elsewhere. Collective over `group` (gloo).
+
+    Rank 0 must be of the group.
+    """
+    on_main = dist.get_rank() == 0
+    gathered: list[Any] = [None] * dist.get_world_size(group) if on_main else []
+    dist.gather_object(value, gathered if on_main else None, dst=0, group=group)
+    return gathered
+
+
 def tensor_parallel_group() -> Any:
     """The ranks that split this rank's matrices, as Megatron's collectives use them."""
     from megatron.core import parallel_state

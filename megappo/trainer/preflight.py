@@ -13,14 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from megappo.checkpoint import layout
-from megappo.checkpoint.store import (
+from megappo.checkpoint.compare import (
     LAYOUT_FIELDS,
+    check_config,
+    check_data,
     check_format,
     check_layout,
+    check_models,
+    config_changes,
+    flatten,
+    layout_changes,
     model_identity,
 )
 from megappo.config import Config, ConfigError
 from megappo.config.checks import BatchPlan, plan_batches
+from megappo.data.identity import file_identities
 from megappo.data.prompts import PromptDataset, check_files
 from megappo.data.sampler import PromptSampler
 from megappo.errors import CheckpointError, ModelError, UserError
@@ -47,7 +54,13 @@ class Preflight:
     val_sources: tuple[str, ...]
     sampler: PromptSampler
     total_steps: int
+    end_in_words: str
+    """what the end of the run is the end of"""
     checkpoint: Path | None
+    changes: tuple[str, ...]
+    """what is other than when the checkpoint was written, layout first"""
+    train_files: tuple[Mapping[str, Any], ...]
+    """of `file_identities`"""
     warnings: tuple[str, ...]
 
     @property
@@ -105,9 +118,14 @@ def preflight(
                 if config.data.truncation != "drop":
                     rows.check_prompts()
     total = config.trainer.total_steps or config.trainer.total_epochs * sampler.batches_per_epoch
-    checkpoint = _check_run_dir(config, plan, specs)
+    train_files = tuple(file_identities(config.data.train_files))
+    checkpoint = _check_run_dir(config)
+    changes: tuple[str, ...] = ()
     if checkpoint is not None:
-        _check_resumed_state(config, layout.read_state(checkpoint), checkpoint, sampler)
+        state = layout.read_state(checkpoint)
+        changes = _check_state(config, state, checkpoint, plan, specs)
+        check_data(state, train_files, checkpoint)
+        _check_sampler(state, sampler)
     return Preflight(
         plan=plan,
         actor_spec=specs["actor"],
@@ -119,8 +137,23 @@ def preflight(
         val_sources=val_sources,
         sampler=sampler,
         total_steps=total,
+        end_in_words=_end_in_words(config, sampler, total),
         checkpoint=checkpoint,
+        changes=changes,
+        train_files=train_files,
         warnings=tuple(_warnings(config)),
+    )
+
+
+def _end_in_words(config: Config, sampler: PromptSampler, total: int) -> str:
+    batches = sampler.batches_per_epoch
+    if not config.trainer.total_steps:
+        epochs = config.trainer.total_epochs
+        return f"{total} steps: {epochs} epochs of {batches} steps, as trainer.total_epochs says"
+    epoch, batch = (total - 1) // batches, (total - 1) % batches + 1
+    return (
+        f"{total} steps, as trainer.total_steps says: up to batch {batch} of {batches} in epoch "
+        f"{epoch + 1}"
     )
 
 
@@ -288,7 +321,7 @@ def _dataset(config: Config, tokenizer: Any, name: str) -> PromptDataset:
     )
 
 
-def _check_run_dir(config: Config, plan: BatchPlan, specs: dict[str, ModelSpec]) -> Path | None:
+def _check_run_dir(config: Config) -> Path | None:
     run_dir = Path(config.trainer.run_dir)
     nearest = next(p for p in (run_dir.absolute(), *run_dir.absolute().parents) if p.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
@@ -301,25 +334,34 @@ def _check_run_dir(config: Config, plan: BatchPlan, specs: dict[str, ModelSpec])
             f"checkpoint.resume is never and {found} exists: use another trainer.run_dir, remove "
             "the folder, or set checkpoint.resume=auto"
         )
-    state = layout.read_state(found)
-    check_layout(state, {k: getattr(plan, k) for k in LAYOUT_FIELDS}, found)
-    check_format(state, found, fsdp=config.parallel.fsdp)
-    for role in ("actor", "critic"):
-        saved, now = state["models"][role], model_identity(specs[role])
-        # A checkpoint of an earlier version lacks fields that its models could not have.
-        differing = [f"{k} {saved[k]!r} -> {now[k]!r}" for k in saved if saved[k] != now[k]]
-        if differing:
-            raise CheckpointError(
-                f"{found} holds another {role} (checkpoint -> now): {', '.join(differing)}; set "
-                "model.path back, or use a new trainer.run_dir"
-            )
     return found
 
 
-def _check_resumed_state(
-    config: Config, state: Mapping[str, Any], checkpoint: Path, sampler: PromptSampler
-) -> None:
-    """What the checkpoint's small state must have in common with the run that takes it up."""
+def _check_state(
+    config: Config,
+    state: Mapping[str, Any],
+    checkpoint: Path,
+    plan: BatchPlan,
+    specs: Mapping[str, ModelSpec],
+) -> tuple[str, ...]:
+    """What the run would go on with otherwise than the checkpoint, after refusing what it cannot.
+
+    Raises:
+        CheckpointError: with the difference.
+    """
+    degrees = {name: getattr(plan, name) for name in LAYOUT_FIELDS}
+    check_layout(state, degrees, checkpoint)
+    check_format(state, checkpoint, fsdp=config.parallel.fsdp)
+    roles = ("actor", "critic")
+    check_models(state, {role: model_identity(specs[role]) for role in roles}, checkpoint)
+    now = flatten(config)
+    check_config(state, now, checkpoint)
+    moved = layout_changes(state, degrees)
+    text = ", ".join(moved) + "; random streams start anew from trainer.seed and the step"
+    return (*([text] if moved else []), *config_changes(state, now))
+
+
+def _check_sampler(state: Mapping[str, Any], sampler: PromptSampler) -> None:
     replica = PromptSampler(
         sampler.num_rows,
         batch_size=sampler.batch_size,
@@ -327,15 +369,6 @@ def _check_resumed_state(
         shuffle=sampler.shuffle,
     )
     replica.load_state_dict(state["sampler"])
-    for key, now in (
-        ("model.dtype", config.model.dtype),
-        ("algorithm.kl_ctrl", config.algorithm.kl_ctrl),
-    ):
-        if state["config"][key] != now:
-            raise CheckpointError(
-                f"{checkpoint} was saved with {key}={state['config'][key]}, and it is {now} now: "
-                "set it back, or use a new trainer.run_dir"
-            )
 
 
 def _warnings(config: Config) -> list[str]:

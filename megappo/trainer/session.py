@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
+from typing import Any, TextIO
 
 import megappo
 from megappo.checkpoint import layout as checkpoint_layout
@@ -20,10 +20,12 @@ from megappo.distributed import parallel
 from megappo.distributed.parallel import Degrees, LaunchEnvironment, ParallelContext
 from megappo.errors import UserError
 from megappo.loggers import LOGGERS, Logger, LoggerSettings
-from megappo.trainer.fit import Run, export_folder
+from megappo.trainer.fit import Run, checkpoint_state, export_folder
 from megappo.trainer.output import Screen, redirect_to
+from megappo.trainer.ppo_trainer import PPOTrainer
 from megappo.trainer.preflight import Preflight, preflight
 from megappo.trainer.records import Records
+from megappo.trainer.saver import Saver
 from megappo.trainer.servers import check_servers
 
 ENGINES = {
@@ -67,8 +69,9 @@ class Session:
         exported = not config.checkpoint.export_hf or export_folder(config).exists()
         if found.resumed_step >= found.total_steps and exported:
             self._say(
-                f"nothing to do: {found.checkpoint} has finished all {found.total_steps} steps; "
-                "raise trainer.total_steps or trainer.total_epochs to go on"
+                f"nothing to do: {found.checkpoint} has finished {found.end_in_words}; raise "
+                f"trainer.{'total_steps' if config.trainer.total_steps else 'total_epochs'} to "
+                "go on"
             )
             return
         self._check_servers(config, found, device)
@@ -135,15 +138,12 @@ class Session:
             config=config,
             trainer=trainer,
             evaluator=build_evaluator(config, found, context),
-            store=CheckpointStore(
-                folder=checkpoint_layout.folder_of(run_dir),
-                keep=config.checkpoint.keep,
-                context=context,
-            ),
+            saver=self._make_saver(config, found, trainer, records),
             loggers=loggers,
             records=records,
             tokenizer=found.tokenizer,
             total_steps=found.total_steps,
+            changes=found.changes,
             stop_requested=lambda: self._signal is not None,
             say=self._say,
         )
@@ -151,7 +151,30 @@ class Session:
             run.fit(found.checkpoint)
         finally:
             run.close()
-        self._say(f"done       {found.total_steps} steps; results in {run_dir}")
+        self._say(f"done       {found.end_in_words}; results in {run_dir}")
+
+    def _make_saver(
+        self, config: Config, found: Preflight, trainer: PPOTrainer, records: Records | None
+    ) -> Saver:
+        assert self._launch is not None
+        settings = config.checkpoint
+        return Saver(
+            store=CheckpointStore(
+                folder=checkpoint_layout.folder_of(Path(config.trainer.run_dir)),
+                policy=checkpoint_layout.KeepPolicy(
+                    newest=settings.keep, every=settings.keep_every, best=settings.keep_best
+                ),
+                context=trainer.context,
+            ),
+            settings=settings,
+            models={"actor": trainer.actor.trainable, "critic": trainer.critic.trainable},
+            context=trainer.context,
+            ranks_on_node=self._launch.local_world_size,
+            save_freq=config.trainer.save_freq,
+            state=lambda: checkpoint_state(config, trainer, found.train_files),
+            say=self._say,
+            event=records.event if records is not None else _no_event,
+        )
 
     def _make_loggers(self, config: Config, found: Preflight, run_dir: Path) -> list[Logger]:
         assert self._screen is not None
@@ -184,6 +207,8 @@ class Session:
             self._say(f"warning    {warning}")
         if found.checkpoint is not None:
             self._say(f"resuming   from {found.checkpoint}")
+            for change in found.changes:
+                self._say(f"changed    {change}")
         self._say(f"run folder {config.trainer.run_dir} (what libraries print: logs/)")
 
     def _check_servers(self, config: Config, found: Preflight, device: str) -> None:
@@ -217,3 +242,7 @@ class Session:
 
         signal.signal(signal.SIGTERM, note)
         signal.signal(signal.SIGINT, note)
+
+
+def _no_event(kind: str, step: int, **details: Any) -> None:
+    """Events of ranks other than 0: the same ones, which rank 0 writes."""

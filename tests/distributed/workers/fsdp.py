@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from megappo.checkpoint.layout import KeepPolicy
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config import Config, load
 from megappo.distributed import cpu_backend, fsdp, parallel
@@ -54,7 +55,9 @@ def main() -> None:
                 "parallel.overlap_grad_reduce=true",
             ]
             config = load(arguments.config, overrides)
-            store = CheckpointStore(folder=arguments.out / dtype / kind, keep=9, context=context)
+            store = CheckpointStore(
+                folder=arguments.out / dtype / kind, policy=KeepPolicy(newest=9), context=context
+            )
             found[kind] = Run(config, context, store).run(arguments.out / dtype / f"{kind}_hf")
         if not arguments.overrides:
             found["errors"] = refusals(arguments.config, arguments.out / dtype, context)
@@ -124,7 +127,7 @@ class Run:
         actor, critic = self.actor, self.critic
         found: dict[str, Any] = {"bare": self.bare, "untrained": self.weights(actor, critic)}
         norms = [self.update(actor, critic, n) for n in (0, 1)]
-        saved = self.store.save(2, models(actor, critic), {})
+        saved = self.store.save(2, models(actor, critic), {}).path
         found["saved"] = self.weights(actor, critic)
         found["saved_lr"] = actor.trainable.lr
         norms.append(self.update(actor, critic, 2))
@@ -136,7 +139,7 @@ class Run:
             "fresh": self.build(),
             "rolled_back": (actor, critic),  # a gather of its first layer is under way
         }.items():
-            self.store.load(saved, models(one, other))
+            self.store.load(saved, models(one, other), seed=1)
             found[f"{name}_loaded"] = self.weights(one, other)
             found[f"{name}_lr"] = one.trainable.lr
             found[f"{name}_norms"] = self.update(one, other, 2)
@@ -155,11 +158,11 @@ class Run:
         chunk.start_grad_sync()
         chunk.finish_grad_sync()
         trainable.step(settle=False)
-        saved = self.store.save(3, models(self.actor, self.critic), {})
+        saved = self.store.save(3, models(self.actor, self.critic), {}).path
         trainable.settle()
         found = {"late": self.weights(self.actor, self.critic)}
         actor, critic = self.build()
-        self.store.load(saved, models(actor, critic))
+        self.store.load(saved, models(actor, critic), seed=1)
         return found | {"late_loaded": self.weights(actor, critic)}
 
     def weights(self, actor: Actor, critic: Critic) -> Weights:
@@ -191,17 +194,17 @@ def refusals(path: Path, out: Path, context: parallel.ParallelContext) -> dict[s
             messages[name] = str(error)
 
     def store(kind: str) -> CheckpointStore:
-        return CheckpointStore(folder=out / kind, keep=9, context=context)
+        return CheckpointStore(folder=out / kind, policy=KeepPolicy(newest=9), context=context)
 
     ddp = Run(load(path, [f"actor.memory.{p}_offload=true" for p in ("param", "grad")]), context,
               store("other"))  # fmt: skip
     sharded_run = Run(load(path, ["parallel.fsdp=true"]), context, store("other"))
     for run, other in ((ddp, "fsdp"), (sharded_run, "ddp")):
         with noting(f"reads_{other}", CheckpointError):
-            run.store.load(out / other / "step_000002", models(run.actor, run.critic))
+            run.store.load(out / other / "step_000002", models(run.actor, run.critic), seed=1)
     swapped = {"actor": sharded_run.critic.trainable, "critic": sharded_run.actor.trainable}
     with noting("another_model", CheckpointError):
-        sharded_run.store.load(out / "fsdp" / "step_000002", swapped)
+        sharded_run.store.load(out / "fsdp" / "step_000002", swapped, seed=1)
     network = sharded_run.actor.policy.network
     sharded_run.update(sharded_run.actor, sharded_run.critic, 0)
     with noting("bare_chunk", AssertionError):
@@ -213,7 +216,7 @@ def refusals(path: Path, out: Path, context: parallel.ParallelContext) -> dict[s
     with noting("export_away", OffloadedError):
         dict(export_hf(ddp.actor.trainable.chunks, ddp.spec))
     # Loading brings them onto the device for as long as it takes.
-    ddp.store.load(out / "ddp" / "step_000002", models(ddp.actor, ddp.critic))
+    ddp.store.load(out / "ddp" / "step_000002", models(ddp.actor, ddp.critic), seed=1)
     messages["away_after_load"] = str([part for part in PARTS if memory.is_away(part)])
     return messages
 

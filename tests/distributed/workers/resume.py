@@ -1,4 +1,4 @@
-"""Saves after one update of actor and critic, and updates again from memory and from the files."""
+"""Saves after an update of actor and critic; updates again meanwhile, and from the files."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megappo.checkpoint.layout import KeepPolicy
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config import load
 from megappo.distributed import parallel
@@ -40,13 +41,18 @@ def main() -> None:
     roles = build()
     mini = minibatch(roles, share(whole_batch(specs["actor"].vocab_size), context))
     update(roles, mini)
-    store = CheckpointStore(folder=arguments.out / "checkpoints", keep=1, context=context)
-    path = store.save(1, {n: r.trainable for n, r in roles.items()}, {"note": 1})
-    went_on = update(roles, mini)
+    store = CheckpointStore(
+        folder=arguments.out / "checkpoints", policy=KeepPolicy(newest=1), context=context
+    )
+    store.begin(1, {n: r.trainable for n, r in roles.items()}, {"note": 1})
+    went_on = update(roles, mini)  # while it is written
+    saved = store.poll(wait=True)
+    assert saved is not None
+    path = saved.path
     fresh = build()
-    store.load(path, {n: r.trainable for n, r in fresh.items()})
+    store.load(path, {n: r.trainable for n, r in fresh.items()}, seed=1)
     resumed = update(fresh, mini)
-    store.load(path, {n: r.trainable for n, r in roles.items()})
+    store.load(path, {n: r.trainable for n, r in roles.items()}, seed=1)
     rolled_back = update(roles, mini)
     torch.save(
         {"went_on": went_on, "resumed": resumed, "rolled_back": rolled_back},

@@ -49,7 +49,7 @@ def test_pruning_keeps_the_newest_and_clears_cut_off_saves(tmp_path):
     for step in (5, 10, 15):
         write(tmp_path, step)
     (tmp_path / "step_000020.saving").mkdir()
-    layout.prune(tmp_path, keep=2)
+    layout.prune(tmp_path, layout.KeepPolicy(newest=2))
     assert layout.complete_steps(tmp_path) == [10, 15]
     assert not (tmp_path / "step_000020.saving").exists()
     assert layout.latest(tmp_path) == tmp_path / "step_000015"
@@ -74,6 +74,6 @@ def test_after_a_return_to_an_earlier_step_the_new_checkpoint_is_kept(tmp_path):
         write(tmp_path, step)
     (tmp_path / layout.LATEST).write_text("step_000010\n")
     write(tmp_path, 20)
-    layout.prune(tmp_path, keep=2)
+    layout.prune(tmp_path, layout.KeepPolicy(newest=2))
     assert layout.complete_steps(tmp_path) == [20, 40]
     assert layout.latest(tmp_path) == tmp_path / "step_000020"

@@ -1,0 +1,43 @@
+"""Random streams of one rank: torch's, and Megatron's of the parallel regions.
+
+Prompts, seeds of samples and new weights come from `trainer.seed` and counters alone; no stream is
+drawn for them, so they do not depend on what is restored here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+def capture() -> dict[str, Any]:
+    """Copies of all streams."""
+    from megatron.core import tensor_parallel
+
+    streams = {
+        "torch": torch.get_rng_state(),
+        "megatron": dict(tensor_parallel.get_cuda_rng_tracker().get_states()),
+    }
+    if torch.cuda.is_available():
+        streams["cuda"] = torch.cuda.get_rng_state()
+    return streams
+
+
+def restore(streams: Mapping[str, Any]) -> None:
+    """Sets all streams to what `capture` gave."""
+    from megatron.core import tensor_parallel
+
+    torch.set_rng_state(streams["torch"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(streams["megatron"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(streams["cuda"])
+
+
+def restart(seed: int, step: int) -> None:
+    """Defined streams where the saved ones belong to other ranks: as a new run of seed + step."""
+    from megatron.core import tensor_parallel
+
+    tensor_parallel.model_parallel_cuda_manual_seed(seed + step)
+    torch.manual_seed(seed + step)

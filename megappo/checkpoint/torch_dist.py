@@ -1,0 +1,265 @@
+"""Weights and optimizer state of a model in Megatron's torch_dist format, free of the layout.
+
+Optimizer state is `fully_reshardable` always: moments and main weights lie under the parameter's
+name in its own shape, so TP, PP, VPP, CP, EP, ETP and DP may change between save and load. Of the
+rest of Megatron's optimizer state nothing is read: the settings of a parameter group come from the
+config and the scheduler, and Adam's step is the scheduler's count.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megappo.distributed.grad_sync import Trainable
+
+SHARDING = "fully_reshardable"
+
+
+@dataclass(kw_only=True)
+class Snapshot:
+    """A model's content in host memory, of this rank's files, on its way to the disk."""
+
+    folder: Path
+    num_bytes: int
+    """that this rank writes"""
+    _writer: Any
+    _files: list[Any]
+    _metadata: Any
+    """rank 0's index of all files; None elsewhere"""
+    _common: Mapping[str, Any]
+    _results: list[Any] = field(default_factory=list)
+
+    def write(self) -> None:
+        """Writes and syncs this rank's files, and frees their copy. Any thread; no collective.
+
+        Raises:
+            OSError: the disk is full, say.
+        """
+        from megatron.core.dist_checkpointing.strategies.filesystem_async import (
+            FileSystemWriterAsync,
+        )
+
+        # In place of processes forked for it (filesystem_async.py:257 of megatron-core 0.16.1):
+        # a fork of a process whose gloo and CUDA threads hold locks may never come to an end.
+        transforms = [self._writer.transforms] if hasattr(self._writer, "transforms") else []
+        while self._files:
+            outcome: queue.Queue[Any] = queue.Queue()
+            running: queue.Queue[int] = queue.Queue()
+            running.put(0)
+            FileSystemWriterAsync.write_preloaded_data(
+                transforms, 0, self._files.pop(), outcome, running, use_fsync=True
+            )
+            _, found = outcome.get()
+            if isinstance(found, Exception):
+                raise found
+            self._results += found
+
+    @property
+    def results(self) -> list[Any]:
+        """Where this rank's tensors lie; what `finish` needs of all ranks."""
+        return self._results
+
+    def finish(self, results: Sequence[list[Any]]) -> None:
+        """Writes the index and what is common to all ranks. Rank 0 alone; no collective.
+
+        Args:
+            results: `results` of every rank.
+
+        Raises:
+            OSError: the disk is full, say.
+        """
+        from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+
+        torch.save(self._common, self.folder / "common.pt")
+        self._writer.finish(self._metadata, list(results))
+        save_config(CheckpointingConfig("torch_dist", 1), str(self.folder))
+
+
+def snapshot(folder: Path, model: Trainable) -> Snapshot:
+    """Copies to host memory what this rank writes of a model. Collective over the world.
+
+    Host memory: 12 bytes a parameter of this rank's shard for main weight and moments, and the
+    weight itself, on one DP rank of each shard; while copying so much on all of them.
+    """
+    from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+    from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
+        save_state_dict_async_plan,
+    )
+    from megatron.core.dist_checkpointing.strategies.torch import (
+        MCoreSavePlanner,
+        _replace_state_dict_keys_with_sharded_keys,
+        mcore_to_pyt_state_dict,
+    )
+
+    # Megatron's own steps (serialization.py:394, strategies/torch.py:654), apart from each other
+    # so that a rank which cannot write tells the others instead of leaving them in a collective.
+    _keep_results_in_process()
+    state = _sharded_state(model, is_loading=False)
+    state["content_metadata"] = {k: v for k, v in _metadata().items() if k != "dp_cp_group"}
+    sharded, common = save_preprocess(state)
+    sharded, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
+    writer = FileSystemWriterAsync(str(folder), thread_count=1)
+    (_, metadata, _), *_ = save_state_dict_async_plan(
+        mcore_to_pyt_state_dict(sharded, False),
+        writer,
+        None,
+        0,
+        planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+    )
+    files = [_copied(file, model) for file in writer.preload_tensors(writer.write_buckets or [])]
+    writer.write_buckets = None  # the same tensors, which `write` lets go one by one
+    return Snapshot(
+        folder=folder,
+        num_bytes=sum(_num_bytes(file) for file in files),
+        _writer=writer,
+        _files=files,
+        _metadata=metadata,
+        _common=common,
+    )
+
+
+def _copied(file: Any, model: Trainable) -> Any:
+    """A file's content without memory that training goes on to change."""
+    path, key, (objects, tensors) = file
+    live = {
+        t.untyped_storage().data_ptr()
+        for chunk in model.chunks
+        for t in (*chunk.module.parameters(), *chunk.module.buffers())
+    }
+    return (
+        path,
+        key,
+        (
+            objects,
+            [
+                (item, t.clone() if t.untyped_storage().data_ptr() in live else t)
+                for item, t in tensors
+            ],
+        ),
+    )
+
+
+def _num_bytes(file: Any) -> int:
+    _, _, (objects, tensors) = file
+    sizes = [data.getbuffer().nbytes for _, data in objects] + [t.nbytes for _, t in tensors]
+    return int(sum(sizes))
+
+
+def load(folder: Path, model: Trainable) -> None:
+    """Fills weights, optimizer and scheduler, whatever layout wrote them.
+
+    Collective over the world.
+    """
+    from megatron.core import dist_checkpointing
+
+    state = dist_checkpointing.load(_sharded_state(model, is_loading=True), str(folder))
+    for key, chunk in zip(_chunk_keys(model), model.chunks, strict=True):
+        chunk.module.load_state_dict(state[key], strict=True)
+    for number, optimizer in enumerate(_optimizers(model)):
+        optimizer.load_state_dict(
+            {
+                **optimizer.state_dict(),
+                "param_state": state["moments"].get(number, {}),
+                "param_state_sharding_type": SHARDING,
+            }
+        )
+    model.scheduler.load_state_dict(state["scheduler"])
+
+
+def _metadata() -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    return {
+        "distrib_optim_sharding_type": SHARDING,
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+
+
+def _chunk_keys(model: Trainable) -> list[str]:
+    """Where Megatron's optimizers look for the chunks: `model`, or `model0` and on for several."""
+    count = len(model.chunks)
+    return ["model"] if count == 1 else [f"model{i}" for i in range(count)]
+
+
+def _sharded_state(model: Trainable, *, is_loading: bool) -> dict[str, Any]:
+    """What is stored, as Megatron's sharded tensors. Collective over DP."""
+    metadata = _metadata()
+    state: dict[str, Any] = {
+        key: chunk.module.sharded_state_dict(metadata=metadata)
+        for key, chunk in zip(_chunk_keys(model), model.chunks, strict=True)
+    }
+    with _places_without_padding(model):
+        whole = model.optimizer.sharded_state_dict(
+            dict(state), is_loading=is_loading, metadata=metadata
+        )
+    parts = [whole] if len(_optimizers(model)) == 1 else list(whole.values())
+    # A key of its own: checkpoints before this one have the settings of one layout as `optimizer`.
+    state["moments"] = {number: part["param_state"] for number, part in enumerate(parts)}
+    state["scheduler"] = model.scheduler.state_dict()
+    return state
+
+
+def _optimizers(model: Trainable) -> list[Any]:
+    """Megatron's optimizers of this rank; the experts of a mixture have their own."""
+    from megatron.core.optimizer import ChainedOptimizer
+
+    whole = model.optimizer
+    return list(whole.chained_optimizers) if isinstance(whole, ChainedOptimizer) else [whole]
+
+
+@contextmanager
+def _places_without_padding(model: Trainable) -> Iterator[None]:
+    """Inside, buffers say where a parameter lies when the padding between buckets is left out.
+
+    Megatron gathers optimizer state without that padding (distrib_optimizer.py:1110 of
+    megatron-core 0.16.1) and then cuts it up by places that count it (:1470): with two buckets the
+    second one's weights and moments would be saved shifted, without an error. A bucket is padded
+    where its size is no multiple of 128 and DP; a tied embedding on the last stage has one of its
+    own.
+    """
+    buffers = [
+        buffer
+        for chunk in model.chunks
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ]
+    places = [buffer.param_index_map for buffer in buffers]
+    for buffer in buffers:
+        buffer.param_index_map = _unpadded_places(buffer)
+    try:
+        yield
+    finally:
+        for buffer, before in zip(buffers, places, strict=True):
+            buffer.param_index_map = before
+
+
+def _unpadded_places(buffer: Any) -> dict[Any, tuple[int, int, int]]:
+    padding = [bucket.grad_data.numel() - bucket.numel_unpadded for bucket in buffer.buckets]
+    before = [0, *accumulate(padding)]
+    return {
+        parameter: (start - before[bucket], end - before[bucket], bucket)
+        for parameter, (start, end, bucket) in buffer.param_index_map.items()
+    }
+
+
+def _keep_results_in_process() -> None:
+    """Gives Megatron's writer a plain queue for its results.
+
+    By itself it starts a Manager process for that (filesystem_async.py:55 of megatron-core 0.16.1),
+    seconds at the first save, which outlives a rank that is killed. Nothing is ever put into it.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.Queue()
