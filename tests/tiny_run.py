@@ -25,6 +25,7 @@ critic:
   optim: {{lr: 1.0e-3, eps: 1.0e-3}}
   micro_batch_size: 4
 trainer: {{run_dir: "{root}/run", total_steps: 4, test_freq: 2, save_freq: 2}}
+guard: {{check_ranks_every: 2}}
 """
 
 

@@ -123,6 +123,7 @@ class Run:
             self.saver.save_now(trainer.step_number)
             raise
         problem = self._compare_ranks(step, metrics)
+        self.saver.publish()
         self._log(step, metrics | self._engine_metrics(step))
         self._warn(step, metrics)
         if problem is not None:

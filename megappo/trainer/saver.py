@@ -50,6 +50,15 @@ class Saver:
     _is_overdue: bool = field(default=False, init=False)
     _blocked_s: float = field(default=0.0, init=False)
 
+    def publish(self) -> None:
+        """Publishes a save that all ranks have written, so that it counts from then on.
+
+        Raises:
+            SaveError: it failed, and `checkpoint.on_failure` is stop.
+        """
+        with self._timed():
+            self._poll(wait=False)
+
     def after_step(self, step: int, *, val_score: float | None) -> None:
         """Publishes a save that is written; begins the one that is due.
 

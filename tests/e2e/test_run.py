@@ -97,13 +97,17 @@ def test_every_step_has_the_names_that_the_design_fixes(undisturbed):
         "timing_s/step", "timing_s/balance", "perf/throughput", "perf/cpu_memory_used_gb",
         "perf/activations_gb/actor", "perf/optimizer_gb/critic", "perf/offloaded_gb",
         "perf/grad_sync_wait_s/actor", "balance/cost_ratio_after", "timing_s/sleep",
-        "rollout/engine_restarts", "rollout/aborted",
+        "rollout/engine_restarts", "rollout/aborted", "timing_s/save", "training/failed_saves",
         "rollout/sync_seconds", "rollout/sync_gb", "rollout/sync_verified",
     }  # fmt: skip
     for row in rows[1:]:
         assert wanted <= row.keys()
     assert [("val/score/mean" in r) for r in rows] == [True, False, True, False, True]
     assert rows[0]["val/rows"] == 12
+    # guard.check_ranks_every is 2. Actor and critic: embedding, final norm and 12 a layer each; the
+    # model is untied, so the actor has its head, and the critic one value head.
+    compared = [r.get("training/compared_tensors") for r in rows]
+    assert compared == [None, None, 2 * (2 + 4 * 12 + 1), None, 2 * (2 + 4 * 12 + 1)]
     # verify_sync is `first`: embedding, norm, head and the last layer's 12 (Qwen2: three biases).
     assert [r["rollout/sync_verified"] for r in rows] == [15, 0, 0, 0, 0]
     assert rows[1]["rollout/sync_gb"] == rows[0]["rollout/sync_gb"] > 0
@@ -310,7 +314,10 @@ def test_a_restart_of_an_engine_is_an_event_with_rank_and_reason(engines_killed)
 def test_a_finished_run_says_so_and_ends_well(root, undisturbed):
     before = (undisturbed[0] / "metrics.jsonl").read_text()
     result = train(root, "undisturbed")
-    assert "nothing to do" in result.stdout
+    assert (
+        "step_000004 has finished 4 steps, as trainer.total_steps says: up to batch 4 of 8 in "
+        "epoch 1; raise trainer.total_steps to go on"
+    ) in result.stdout
     assert (undisturbed[0] / "metrics.jsonl").read_text() == before
 
 
