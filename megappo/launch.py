@@ -28,6 +28,9 @@ SHUTDOWN_TIMEOUT_S = 1800
 _BEFORE_SIGKILL_S = 15
 """Less than torchrun waits between SIGTERM and SIGKILL after a rank has failed."""
 
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+"""What is passed on to the ranks; torchrun itself dies of SIGUSR1, Slurm's warning."""
+
 
 def main(arguments: Sequence[str]) -> int:
     """Starts the ranks and returns the run's exit code."""
@@ -39,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     if not after:
         sys.stderr.write(USAGE + "\n")
         return EXIT_USAGE
-    patience = ["--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S)]
+    patience = ["--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S), "--signals-to-handle", SIGNALS]
     args = get_args_parser().parse_args([*patience, *before, "-m", "megappo.train", *after])
     try:
         run(args)

@@ -95,6 +95,12 @@ def check_sections(config: Config) -> list[str]:
         problems += _check_budget(config, name, role)
     problems += _check_fsdp(config)
     problems += _check_ratio(config)
+    problems += [
+        f"guard.rules.{name}.action is 'raise_kl_coef': no KL is in use; set "
+        "algorithm.use_kl_in_reward=true, or actor.use_kl_loss=true with a kl_loss_coef over 0"
+        for name, rule in config.guard.rules.items()
+        if rule.action == "raise_kl_coef" and not config.uses_reference
+    ]
     if rollout.engine == "megatron":
         problems += _check_megatron_engine(config)
     problems += check_servers(config)
@@ -103,6 +109,12 @@ def check_sections(config: Config) -> list[str]:
             f"rollout.timeout_s is {rollout.timeout_s:g}: the other ranks wait in a collective for "
             "an engine that hangs, so it must be under trainer.distributed_timeout_s "
             f"({config.trainer.distributed_timeout_s:g}); lower it, or raise that"
+        )
+    if config.watchdog.timeout_s >= config.trainer.distributed_timeout_s:
+        problems.append(
+            f"watchdog.timeout_s is {config.watchdog.timeout_s:g}: a collective fails after "
+            f"trainer.distributed_timeout_s ({config.trainer.distributed_timeout_s:g}), and a hang "
+            "must be seen before; lower it, raise that, or set it to 0"
         )
     algorithm, samples = config.algorithm, data.train_batch_size * rollout.n
     if algorithm.kl_ctrl == "adaptive":

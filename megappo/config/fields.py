@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 
@@ -26,6 +26,13 @@ def section(cls: type, doc: str, *, verl: str = "") -> Any:
     return dataclasses.field(default_factory=cls, metadata={"doc": doc, "verl": verl})
 
 
+def entries(cls: type, default: Mapping[str, Any], doc: str) -> Any:
+    """Named sections of one kind, of which a user can add more."""
+    return dataclasses.field(
+        default_factory=lambda: dict(default), metadata={"doc": doc, "verl": "", "entry": cls}
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Described:
     """One leaf of the config, for messages and documents."""
@@ -39,19 +46,22 @@ class Described:
 
 def describe(cls: type, prefix: str = "", verl: str = "") -> Iterator[Described]:
     """Every leaf field under a config dataclass, in order of declaration."""
-    defaults = cls()
     for f in dataclasses.fields(cls):
-        value = getattr(defaults, f.name)
+        factory = f.default_factory
+        value: Any = f.default if factory is dataclasses.MISSING else factory()
+        entry = f.metadata.get("entry")
         if dataclasses.is_dataclass(value):
             yield from describe(type(value), f"{prefix}{f.name}.", f.metadata["verl"])
             continue
         yield Described(
             key=prefix + f.name,
             type=str(f.type),
-            default=value,
+            default=value if entry is None else {name: str(v) for name, v in value.items()},
             doc=f.metadata["doc"],
             verl=verl + f.metadata["verl"] if f.metadata["verl"] else "",
         )
+        if entry is not None:
+            yield from describe(entry, f"{prefix}{f.name}.NAME.")
 
 
 class Problems:

@@ -98,13 +98,20 @@ def _unknown_keys(cls: type, given: Mapping[str, Any], prefix: str) -> Iterator[
             leaves = list(_leaves(value, key))
             yield from (f"{leaf} is not a known key{_suggest(leaf)}" for leaf in leaves)
             continue
-        section_cls = _section_class(known[name])
-        if section_cls is None:
+        section_cls, entry_cls = _section_class(known[name]), _entry_class(known[name])
+        if section_cls is None and entry_cls is None:
             continue
         if not isinstance(value, Mapping):
             yield f"{key} is {value!r}: it is a section and must hold keys"
             continue
-        yield from _unknown_keys(section_cls, value, key + ".")
+        if section_cls is not None:
+            yield from _unknown_keys(section_cls, value, key + ".")
+            continue
+        for entry, inner in value.items():
+            if not isinstance(inner, Mapping):
+                yield f"{key}.{entry} is {inner!r}: it must hold keys"
+                continue
+            yield from _unknown_keys(entry_cls, inner, f"{key}.{entry}.")
 
 
 def _leaves(value: Any, key: str) -> Iterator[str]:
@@ -121,6 +128,11 @@ def _section_class(field: dataclasses.Field[Any]) -> type | None:
     if isinstance(factory, type) and dataclasses.is_dataclass(factory):
         return factory
     return None
+
+
+def _entry_class(field: dataclasses.Field[Any]) -> Any:
+    """Class of named sections that a user can add to, see `fields.entries`; else None."""
+    return field.metadata.get("entry")
 
 
 def _suggest(key: str) -> str:
@@ -181,12 +193,15 @@ def _build(cls: type, values: Any, prefix: str, problems: list[str]) -> Any:
     """The dataclass with its nested sections; broken rules are added to `problems`."""
     made: dict[str, Any] = {}
     for f in dataclasses.fields(cls):
-        inner = _section_class(f)
-        made[f.name] = (
-            _build(inner, values[f.name], f"{prefix}{f.name}.", problems)
-            if inner
-            else values[f.name]
-        )
+        inner, entry, value = _section_class(f), _entry_class(f), values[f.name]
+        if inner:
+            value = _build(inner, value, f"{prefix}{f.name}.", problems)
+        elif entry:
+            value = {
+                name: _build(entry, of_entry, f"{prefix}{f.name}.{name}.", problems)
+                for name, of_entry in value.items()
+            }
+        made[f.name] = value
     if any(made[f.name] is None and _section_class(f) for f in dataclasses.fields(cls)):
         return None
     try:

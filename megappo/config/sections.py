@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megappo.config.fields import Problems, opt, section
+from megappo.config.guard import GuardSection, WatchdogSection
 from megappo.config.layout import ParallelSection
 from megappo.config.learning import (
     ActorSection,
@@ -260,6 +261,11 @@ class TrainerSection:
         1800.0,
         "a collective that takes longer has failed; in one, ranks wait for the slowest generation",
     )
+    max_wall_time_s: float = opt(
+        0.0,
+        "seconds after the start at which the run saves and exits with 75, as on a signal; leave "
+        "room for an update and a save; 0: no limit",
+    )
 
     def __post_init__(self) -> None:
         p = Problems()
@@ -271,6 +277,7 @@ class TrainerSection:
             test_freq=self.test_freq,
             save_freq=self.save_freq,
             critic_warmup=self.critic_warmup,
+            max_wall_time_s=self.max_wall_time_s,
         )
         p.positive(total_epochs=self.total_epochs, distributed_timeout_s=self.distributed_timeout_s)
         p.require(
@@ -311,33 +318,6 @@ class CheckpointSection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GuardSection:
-    """Conditions that stop a run (exit code 3), or only warn, because its numbers look wrong."""
-
-    max_log_prob_diff: float = opt(
-        0.5, "largest mean |engine - trainer| log-prob difference of a step, nats; 0 does not check"
-    )
-    warn_log_prob_diff: float = opt(
-        0.1, "mean difference, nats, over which a step is reported on the screen and in "
-        "events.jsonl; 0 does not warn",
-    )  # fmt: skip
-    check_ranks_every: int = opt(
-        20,
-        "steps between comparisons of the weights of ranks that hold the same ones, bit for bit; a "
-        "difference ends the run (exit code 1); 0: never, as always under parallel.fsdp",
-    )
-
-    def __post_init__(self) -> None:
-        p = Problems()
-        p.not_negative(
-            max_log_prob_diff=self.max_log_prob_diff,
-            warn_log_prob_diff=self.warn_log_prob_diff,
-            check_ranks_every=self.check_ranks_every,
-        )
-        p.done()
-
-
-@dataclass(frozen=True, kw_only=True)
 class Config:
     """The whole of a run."""
 
@@ -358,6 +338,7 @@ class Config:
     trainer: TrainerSection = section(TrainerSection, "run")
     checkpoint: CheckpointSection = section(CheckpointSection, "saving")
     guard: GuardSection = section(GuardSection, "guards")
+    watchdog: WatchdogSection = section(WatchdogSection, "hangs")
     loggers: list[str] = opt(
         ["console", "jsonl", "tensorboard"], "where metrics go", verl="trainer.logger"
     )

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,12 +43,18 @@ class GradSync:
     def __init__(self, device: torch.device) -> None:
         self.wait_s = 0.0
         """Seconds so far."""
+        self.before: Callable[[], None] = lambda: None
+        """Called first, on all ranks: here they meet after forward and backward passes."""
+        self.num_met = 0
+        """Times that they did."""
         self._device = device
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """See Megatron's `finalize_model_grads`; collective over the world."""
         from megatron.core.distributed import finalize_model_grads
 
+        self.before()
+        self.num_met += 1
         start = self._now()
         finalize_model_grads(*args, **kwargs)
         self.wait_s += self._now() - start
@@ -58,6 +64,18 @@ class GradSync:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         return time.perf_counter()
+
+
+@dataclass
+class LearningRateLimit:
+    """The highest learning rate that a model may have, whatever its schedule says."""
+
+    value: float = math.inf
+
+    def apply(self, optimizer: Any) -> None:
+        """Brings the rates that the scheduler has set down to the limit."""
+        for group in optimizer.param_groups:
+            group["lr"] = min(group["lr"], self.value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +90,7 @@ class Trainable:
     grad_sync: GradSync
     memory: Offloader | None
     """Moves the model between device and host; None under fully sharded data parallel."""
+    lr_limit: LearningRateLimit = field(default_factory=LearningRateLimit)
 
     @property
     def lr(self) -> float:
@@ -90,34 +109,58 @@ class Trainable:
         self.optimizer.zero_grad()
 
     def step(self, *, settle: bool = True) -> float:
-        """One optimizer step; returns the gradient norm before clipping.
+        """`gradient_norm` and `apply`; returns the norm. Collective over the world."""
+        norm = self.gradient_norm()
+        self.apply(norm, settle=settle)
+        return norm
+
+    def gradient_norm(self) -> float:
+        """The norm of a mini-batch's gradient before clipping, equal on all ranks.
+
+        Collective over the world.
+
+        Raises:
+            OffloadedError: a part of the model is in host memory.
+        """
+        self._require(*PARTS)
+        self.optimizer.prepare_grads()
+        return float(self.optimizer.get_grad_norm())
+
+    def apply(self, norm: float, *, settle: bool = True) -> None:
+        """One optimizer step with the gradient of this norm.
 
         Collective over the world: the norm is global, so all ranks step or none does.
 
         Args:
+            norm: of `gradient_norm`.
             settle: whether all weights are new when this returns. False lets the next training
                 forward gather them while it runs (`overlap_param_gather`); anything else that
                 reads weights must call `settle()` first.
 
         Raises:
             NonFiniteGradientError: before any weight is changed.
-            OffloadedError: a part of the model is in host memory.
         """
-        self._require(*PARTS)
-        self.optimizer.prepare_grads()
-        norm = float(self.optimizer.get_grad_norm())
         if not math.isfinite(norm):
             raise NonFiniteGradientError(
                 f"the {self.name}'s gradient norm is {norm}: no weight was changed. "
-                f"{_first_non_finite(self.chunks)}. Lower the "
+                f"{self.first_non_finite()}. Lower the "
                 f"learning rate ({self.lr}), or look for extreme rewards or log-probs in rollouts/"
             )
         success, _, _ = self.optimizer.step()
         assert success, "only loss scaling of fp16 can refuse a step"
         self.scheduler.step(1)
+        self.limit_lr(self.lr_limit.value)
         if settle:
             self.settle()
-        return norm
+
+    def limit_lr(self, value: float) -> None:
+        """No higher learning rate than this, from the next optimizer step on."""
+        self.lr_limit.value = value
+        self.lr_limit.apply(self.optimizer)
+
+    def first_non_finite(self) -> str:
+        """Which gradient is not finite, as a sentence. Collective over the world."""
+        return _first_non_finite(self.chunks)
 
     def settle(self) -> None:
         """Gathers parameters that a step left to the next forward pass; else does nothing.

@@ -66,3 +66,10 @@ def reduce_tally(tally: Tally, context: ParallelContext) -> Mapping[str, float]:
     }
     found = {n: v for n, v in zip(peaks, tops.tolist(), strict=True) if v != float("-inf")}
     return {**means, **found}
+
+
+def reduce_mean(tally: Tally, name: str, context: ParallelContext) -> float:
+    """One mean of a tally over all ranks, NaN if it is NaN on any. Collective over the world."""
+    one = Tally()
+    one.add(name, *tally.sums.get(name, (0.0, 0.0)))
+    return reduce_tally(one, context)[name]

@@ -119,6 +119,11 @@ class Offloader:
             return sum(moved.num_bytes for moved in self._away[part])
         return sum(storage.nbytes() for storage in self._storages(part))
 
+    def storages(self, *parts: Part) -> list[torch.UntypedStorage]:
+        """All memory of the named parts, which must be on the device; each storage once."""
+        self.require(*parts)
+        return [storage for part in parts for storage in self._storages(part)]
+
     def offload(self, *parts: Part) -> None:
         """Moves parts to the host: of those chosen at the start the named ones, or all."""
         wanted = [p for p in self.parts if p not in self._away and (not parts or p in parts)]

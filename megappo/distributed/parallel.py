@@ -40,6 +40,10 @@ class LaunchEnvironment:
     local_rank: int
     local_world_size: int
     """ranks of this node"""
+    address: str = "localhost"
+    """of rank 0's machine"""
+    restarts: int = 0
+    """how often torchrun or Slurm has started this run anew"""
 
     @classmethod
     def read(cls) -> LaunchEnvironment:
@@ -50,8 +54,10 @@ class LaunchEnvironment:
         """
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         found = {n: os.environ[n] for n in names if n in os.environ}
+        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        restarts += int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         if not found:
-            return cls(rank=0, world_size=1, local_rank=0, local_world_size=1)
+            return cls(rank=0, world_size=1, local_rank=0, local_world_size=1, restarts=restarts)
         if len(found) < len(names) or not all(v.isdigit() for v in found.values()):
             raise UserError(
                 f"the environment has {found}, but {', '.join(names)} must all be set to numbers: "
@@ -63,6 +69,8 @@ class LaunchEnvironment:
             local_rank=int(found["LOCAL_RANK"]),
             # torchrun sets it; without it all ranks count as one node's.
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", found["WORLD_SIZE"])),
+            address=os.environ.get("MASTER_ADDR", "localhost"),
+            restarts=restarts,
         )
 
 

@@ -31,6 +31,12 @@ class Logger(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes a step's metrics, `section/name` -> number."""
 
+    def note(self, step: int, text: str) -> None:
+        """Takes a sentence about a step; screen and `events.jsonl` have it from elsewhere."""
+
+    def rewind(self, first_step: int) -> None:
+        """Steps from here on will come again, with other numbers."""
+
     def close(self) -> None:
         """Flushes and lets go of files."""
 

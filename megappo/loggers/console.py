@@ -57,6 +57,12 @@ class ConsoleLogger:
         self._console.print(line)
         self._progress.update(self._task, completed=step, left=left)
 
+    def note(self, step: int, text: str) -> None:
+        """Nothing: the run itself writes its warnings on the screen."""
+
+    def rewind(self, first_step: int) -> None:
+        """Nothing: lines stay, and the bar goes back with the next step."""
+
     def close(self) -> None:
         """Takes the bar off the screen."""
         if self._progress is not None:

@@ -18,15 +18,24 @@ class JsonlLogger:
     """Appends a line a step and flushes it."""
 
     def __init__(self, settings: LoggerSettings) -> None:
-        path = settings.run_dir / "metrics.jsonl"
-        keep_before(path, settings.first_step)
-        self._file = path.open("a")
+        self._path = settings.run_dir / "metrics.jsonl"
+        keep_before(self._path, settings.first_step)
+        self._file = self._path.open("a")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes a step's metrics; non-finite numbers become null, which JSON has."""
         finite = {k: (v if abs(v) < float("inf") else None) for k, v in sorted(metrics.items())}
         self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
         self._file.flush()
+
+    def note(self, step: int, text: str) -> None:
+        """Nothing: sentences stand in `events.jsonl`."""
+
+    def rewind(self, first_step: int) -> None:
+        """Drops the lines of steps that will come again."""
+        self._file.close()
+        keep_before(self._path, first_step)
+        self._file = self._path.open("a")
 
     def close(self) -> None:
         """Closes the file."""

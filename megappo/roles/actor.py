@@ -24,7 +24,7 @@ from megappo.distributed.pipeline import LossSum, run_forward_backward
 from megappo.distributed.vocab_parallel import log_probs_and_entropy
 from megappo.ppo.losses import aggregation_weights, kl_loss, policy_loss
 from megappo.ppo.masking import masked_sum
-from megappo.roles.base import GIB, Network, call_model, longest
+from megappo.roles.base import GIB, Network, UpdateCheck, call_model, finish_update, longest
 from megappo.roles.micro_batch import MicroBatch
 from megappo.types import MiniBatch, RolloutBatch
 
@@ -107,7 +107,14 @@ class Actor:
         return self.policy.log_probs(batch, micro_batches)
 
     def update(
-        self, mini: MiniBatch, tally: Tally, *, is_first: bool, settle: bool = True
+        self,
+        mini: MiniBatch,
+        tally: Tally,
+        *,
+        is_first: bool,
+        settle: bool = True,
+        kl_factor: float = 1.0,
+        check: UpdateCheck | None = None,
     ) -> float:
         """One optimizer step on one mini-batch; returns the gradient norm before clipping.
 
@@ -116,9 +123,11 @@ class Actor:
         Args:
             mini: with old_log_probs, advantages and, for a KL loss, ref_log_probs;
                 rollout_is_weights multiply the policy loss where they are set.
-            tally: gets the metrics of this rank's tokens.
+            tally: gets the metrics of this rank's tokens, if the step is taken.
             is_first: no step was taken since `old_log_probs`; their ratio is then measured.
-            settle: False if another update follows at once; see `Trainable.step`.
+            settle: False if another update follows at once; see `Trainable.apply`.
+            kl_factor: times kl_loss_coef.
+            check: may refuse the optimizer step, see `finish_update`.
         """
         network = self.policy.network
         cuts = network.cut(mini.samples, mini.micro_batches)
@@ -132,17 +141,21 @@ class Actor:
             self.trainable.chunks,
             cuts,
             call=call_model,
-            loss=lambda logits, micro: self._loss(logits, micro, is_first),
+            loss=lambda logits, micro: self._loss(logits, micro, is_first, kl_factor),
             max_tokens=longest(cuts),
         )
-        if network.context.reports_losses:
-            tally.merge(found)
+        measured = found if network.context.reports_losses else Tally()
         if balance is not None:
-            balance.add_to(tally, "actor/moe_aux_loss", network.context)
+            balance.add_to(measured, "actor/moe_aux_loss", network.context)
         tally.add_max("perf/activations_gb/actor", saved / GIB)
-        return self.trainable.step(settle=settle)
+        norm, taken = finish_update(
+            self.trainable, measured, network.context, loss="actor/loss", check=check, settle=settle
+        )
+        if taken:
+            tally.merge(measured)
+        return norm
 
-    def _loss(self, logits: Tensor, micro: MicroBatch, is_first: bool) -> LossSum:
+    def _loss(self, logits: Tensor, micro: MicroBatch, is_first: bool, kl_factor: float) -> LossSum:
         s, samples = self.settings, micro.samples
         device = logits.device
         mask = micro.owned_mask.to(device)
@@ -173,7 +186,7 @@ class Actor:
         if samples.ref_log_probs is not None and s.use_kl_loss:
             kl = kl_loss(log_probs, samples.ref_log_probs.to(device), mask, kind=s.kl_loss_type)
             parts["actor/kl_loss"] = kl.loss
-            loss = loss + s.kl_loss_coef * kl.loss
+            loss = loss + s.kl_loss_coef * kl_factor * kl.loss
         parts["actor/loss"] = loss
         tally = Tally()
         for name, part in parts.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from megappo.distributed.context_parallel import sum_over_context
-from megappo.distributed.metrics import Tally
+from megappo.distributed.grad_sync import Trainable
+from megappo.distributed.metrics import Tally, reduce_mean
 from megappo.distributed.parallel import ParallelContext, sum_over_data
 from megappo.distributed.pipeline import broadcast_from_last_stage, run_forward
 from megappo.models.moe import router_segments, set_aux_loss, take_aux_loss
@@ -21,6 +22,10 @@ from megappo.roles.micro_batch import MicroBatch, cut
 from megappo.types import MiniBatch, RolloutBatch
 
 GIB = 2.0**30
+
+UpdateCheck = Callable[[Mapping[str, float]], bool]
+"""Whether an update may write weights, from its gradient norm and loss over all ranks, by metric
+name. It answers alike on every rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +133,41 @@ class BalanceLoss:
         """Adds this rank's part: summed over ranks it is the mean over sequences, over layers."""
         once = 1.0 if context.rank == 0 else 0.0
         tally.add(name, take_aux_loss(self.chunks) / self.num_sequences, once)
+
+
+def finish_update(
+    trainable: Trainable,
+    found: Tally,
+    context: ParallelContext,
+    *,
+    loss: str,
+    check: UpdateCheck | None,
+    settle: bool,
+) -> tuple[float, bool]:
+    """The optimizer step after a backward pass, unless `check` refuses it.
+
+    Collective over the world. Refused: weights, optimizer and scheduler stay as they are.
+
+    Args:
+        trainable: with the gradients of one mini-batch.
+        found: this rank's part of the mini-batch's losses.
+        context: this rank's place.
+        loss: name of the loss in `found`.
+        check: asked before the weights are written; None writes them.
+        settle: see `Trainable.apply`.
+
+    Returns:
+        The gradient norm before clipping, and whether the step was taken.
+    """
+    norm = trainable.gradient_norm()
+    if check is not None:
+        mean = reduce_mean(found, loss, context)
+        if not check({f"{trainable.name}/grad_norm": norm, loss: mean}):
+            if settle:
+                trainable.settle()
+            return norm, False
+    trainable.apply(norm, settle=settle)
+    return norm, True
 
 
 def call_model(module: torch.nn.Module, micro: MicroBatch) -> Tensor:

@@ -16,7 +16,7 @@ from megappo.distributed.offload import on_device
 from megappo.distributed.pipeline import LossSum, run_forward_backward
 from megappo.ppo.losses import aggregation_weights, value_loss
 from megappo.ppo.masking import masked_sum
-from megappo.roles.base import GIB, Network, call_model, longest
+from megappo.roles.base import GIB, Network, UpdateCheck, call_model, finish_update, longest
 from megappo.roles.micro_batch import MicroBatch
 from megappo.types import MiniBatch, RolloutBatch
 
@@ -60,15 +60,23 @@ class Critic:
             )
         return inside, after[:, 0]
 
-    def update(self, mini: MiniBatch, tally: Tally, *, settle: bool = True) -> float:
+    def update(
+        self,
+        mini: MiniBatch,
+        tally: Tally,
+        *,
+        settle: bool = True,
+        check: UpdateCheck | None = None,
+    ) -> float:
         """One optimizer step on one mini-batch; returns the gradient norm before clipping.
 
         Collective over the world.
 
         Args:
             mini: with values and returns.
-            tally: gets the metrics of this rank's tokens.
-            settle: False if another update follows at once; see `Trainable.step`.
+            tally: gets the metrics of this rank's tokens, if the step is taken.
+            settle: False if another update follows at once; see `Trainable.apply`.
+            check: may refuse the optimizer step, see `finish_update`.
         """
         cuts = self.network.cut(mini.samples, mini.micro_batches)
         balance = self.network.balance_experts(
@@ -84,12 +92,17 @@ class Critic:
             loss=self._loss,
             max_tokens=longest(cuts),
         )
-        if self.network.context.reports_losses:
-            tally.merge(found)
+        context = self.network.context
+        measured = found if context.reports_losses else Tally()
         if balance is not None:
-            balance.add_to(tally, "critic/moe_aux_loss", self.network.context)
+            balance.add_to(measured, "critic/moe_aux_loss", context)
         tally.add_max("perf/activations_gb/critic", saved / GIB)
-        return self.trainable.step(settle=settle)
+        norm, taken = finish_update(
+            self.trainable, measured, context, loss="critic/vf_loss", check=check, settle=settle
+        )
+        if taken:
+            tally.merge(measured)
+        return norm
 
     def _loss(self, output: Tensor, micro: MicroBatch) -> LossSum:
         samples, mode = micro.samples, self.settings.loss_agg_mode

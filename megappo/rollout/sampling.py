@@ -91,7 +91,7 @@ class SamplingSettings:
         }
 
 
-def sample_seed(seed: int, *, step: int, row: int, sample: int) -> int:
+def sample_seed(seed: int, *, step: int, row: int, sample: int, salt: int = 0) -> int:
     """The seed of one response: the same in every run, layout and order of requests.
 
     The upper bits hash (seed, step, row), the lower 16 are the sample's number: siblings of one
@@ -102,6 +102,7 @@ def sample_seed(seed: int, *, step: int, row: int, sample: int) -> int:
         step: of training; the same prompt in another epoch is sampled anew.
         row: `Prompt.row`.
         sample: number of the response to this prompt, from 0.
+        salt: of steps that are repeated and must not sample the same again; 0 leaves seeds alone.
 
     Returns:
         In [0, 2^63): SGLang keeps seeds as int64 on every device.
@@ -111,7 +112,8 @@ def sample_seed(seed: int, *, step: int, row: int, sample: int) -> int:
             f"a prompt can have at most {MAX_SAMPLES_PER_PROMPT} responses, not sample {sample}: "
             "lower rollout.n"
         )
-    digest = hashlib.blake2b(f"{seed},{step},{row}".encode(), digest_size=8).digest()
+    text = f"{seed},{step},{row}" + (f",{salt}" if salt else "")
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "big") >> 17) * MAX_SAMPLES_PER_PROMPT + sample
 
 

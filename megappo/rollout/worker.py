@@ -40,17 +40,18 @@ class RolloutWorker:
         """Of the last push; 0 are the folder's weights."""
         return self.engine.weight_version
 
-    def generate(self, batch: PromptBatch, *, step: int) -> RolloutBatch:
+    def generate(self, batch: PromptBatch, *, step: int, salt: int = 0) -> RolloutBatch:
         """`n` samples of each prompt, siblings next to each other. Collective over the world.
 
-        A sample's seed depends on (seed, step, row, sample) alone: not on ranks, order or batch.
+        A sample's seed depends on (seed, step, row, sample, salt) alone: not on ranks, order or
+        batch.
         """
         pairs = [(prompt, k) for prompt in batch.prompts for k in range(self.n)]
         mine = [pairs[b] for b in self.my_part(len(pairs))]
         requests = [
             GenerationRequest(
                 token_ids=prompt.token_ids,
-                seed=sample_seed(self.seed, step=step, row=prompt.row, sample=k),
+                seed=sample_seed(self.seed, step=step, row=prompt.row, sample=k, salt=salt),
                 sampling=self.sampling,
             )
             for prompt, k in mine

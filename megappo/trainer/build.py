@@ -12,6 +12,7 @@ from megappo.config.learning import ActorSection, CriticSection
 from megappo.config.servers import server_owners
 from megappo.data.cost import SequenceCost
 from megappo.distributed.grad_sync import Trainable, make_trainable
+from megappo.distributed.memory_agreement import MemoryAgreement
 from megappo.distributed.offload import Offloader, chosen_parts
 from megappo.distributed.parallel import (
     ParallelContext,
@@ -47,7 +48,6 @@ from megappo.trainer.ppo_trainer import PPOTrainer, StepPlan
 from megappo.trainer.preflight import Preflight, model_paths, wanted_layers
 from megappo.trainer.scoring import BatchScorer
 from megappo.trainer.servers import context_length, server_settings
-from megappo.trainer.status import Status
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -115,7 +115,7 @@ def build_trainer(
             trained=(actor.trainable, critic.trainable),
             reference=None if reference is None else reference.memory,
         ),
-        status=Status(Path(config.trainer.run_dir) if context.is_main else None),
+        memory_agreement=MemoryAgreement(context, config.parallel),
     )
 
 

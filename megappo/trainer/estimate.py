@@ -31,22 +31,31 @@ class Estimator:
 
     MEANS = ("actor/reward_kl",)
 
-    def estimate(self, batch: RolloutBatch, values_after: Tensor, tally: Tally) -> RolloutBatch:
+    def estimate(
+        self,
+        batch: RolloutBatch,
+        values_after: Tensor,
+        tally: Tally,
+        *,
+        kl_factor: float = 1.0,
+    ) -> RolloutBatch:
         """Fills rewards, advantages and returns. Collective over DP.
 
         Args:
             batch: with scores, old_log_probs, values and, where a KL is used, ref_log_probs.
             values_after: [B] value of the state after each sample's last token.
             tally: gets the KL to the reference; the controller is fed with its global mean.
+            kl_factor: times the controller's coefficient.
         """
         assert batch.scores is not None
         assert batch.values is not None
+        kl_coef = self.kl_controller.kl_coef * kl_factor
         rewards, kl = token_rewards(
             batch.scores,
             batch.response_mask,
             log_probs=batch.old_log_probs,
             ref_log_probs=batch.ref_log_probs,
-            kl_coef=self.kl_controller.kl_coef if self.settings.use_kl_in_reward else 0.0,
+            kl_coef=kl_coef if self.settings.use_kl_in_reward else 0.0,
             kl_kind=self.settings.kl_penalty,
         )
         advantages, returns = compute_gae(

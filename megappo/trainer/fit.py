@@ -13,20 +13,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megappo.checkpoint.compare import flatten, model_identity
+from megappo.checkpoint.snapshot import Snapshot, has_room
 from megappo.config import Config
-from megappo.distributed.grad_sync import NonFiniteGradientError
 from megappo.distributed.offload import on_device
-from megappo.distributed.parallel import all_ranks_or_none, any_rank
+from megappo.distributed.parallel import all_gather_objects, all_ranks_or_none, any_rank
 from megappo.distributed.rank_check import compare_ranks
 from megappo.errors import GuardStop, RanksDifferError, StopRequested
 from megappo.loggers import Logger
 from megappo.models.weights import save_hf
 from megappo.rollout.recovery import EnginesLost
+from megappo.trainer.adjustments import Adjustments
 from megappo.trainer.evaluate import Evaluator
+from megappo.trainer.guard import StepAbandoned
+from megappo.trainer.out_of_memory import MemoryLost, OutOfMemoryNotes
 from megappo.trainer.ppo_trainer import PPOTrainer
 from megappo.trainer.records import Records
+from megappo.trainer.response import Responder
 from megappo.trainer.saver import Saver
+
+
+class StopHere(RuntimeError):  # noqa: N818, an outcome and not a mistake
+    """A step is given up before it has updated anything."""
 
 
 def export_folder(config: Config) -> Path:
@@ -47,16 +57,21 @@ class Run:
     tokenizer: Any
     total_steps: int
     changes: Sequence[str]
-    """what is other than when the checkpoint that is resumed was written"""
-    stop_requested: Callable[[], bool]
+    """what differs from the run that wrote the checkpoint resumed from"""
+    stop_requested: Callable[[], str]
+    """Why this rank was asked to stop; empty if it was not."""
     say: Callable[[str], None]
     """Puts a line on the user's screen, from rank 0."""
+    local_world_size: int
+    """ranks of this node"""
+    restarts: int
+    """by torchrun or Slurm, for the events"""
 
     def fit(self, checkpoint: Path | None) -> None:
         """Trains to the end. Collective over the world.
 
         Raises:
-            StopRequested: a signal came; the state is saved.
+            StopRequested: a signal came, or the time is over; the state is saved.
             GuardStop: a guard ended the run.
             EnginesLost: an engine failed more often than `rollout.max_restarts` allows; the state
                 is saved, if a step was begun.
@@ -65,42 +80,51 @@ class Run:
         """
         try:
             self._fit(checkpoint)
-        except (GuardStop, NonFiniteGradientError, RanksDifferError):
+        except (GuardStop, RanksDifferError):
             self.saver.finish()  # of an earlier step, when all was well
             raise
 
     def _fit(self, checkpoint: Path | None) -> None:
         trainer = self.trainer
+        responder = self._responder()
         if checkpoint is not None:
             self._resume(checkpoint)
-        trainer.status.enter("push", trainer.step_number)
+            responder.apply_adjustments()
+        self._answer_old_out_of_memory(responder)
+        responder.keep(trainer.step_number)
+        self._enter("sync")
         pushed = trainer.push_weights()
         self._event("pushed", trainer.step_number, **pushed)
         if checkpoint is None and self.config.trainer.val_before_train:
             self._log(0, {**pushed, **self._validate(), **self._engine_metrics(0)})
         while trainer.step_number < self.total_steps:
-            score = self._step().get("val/score/mean")
-            step = trainer.step_number
+            metrics = self._step(responder)
+            if metrics is None:
+                continue
+            step, score = trainer.step_number, metrics.get("val/score/mean")
             self._note_epoch(step)
+            responder.keep(step)
             is_last = step == self.total_steps
-            trainer.status.enter("save", step)
-            stopping = any_rank(self.stop_requested(), trainer.context)
-            if is_last or stopping:
+            why = self._stop_agreed()
+            self._enter("save")
+            if is_last or why:
                 self.saver.save_now(step, val_score=score)
             else:
                 self.saver.after_step(step, val_score=score)
-            if stopping and not is_last:
-                raise StopRequested(f"stopped by a signal after step {step}; state saved")
+            if why and not is_last:
+                raise StopRequested(f"stopped by {why} after step {step}; state saved")
         if self.config.checkpoint.export_hf:
             self._export()
-        trainer.status.enter("done", trainer.step_number)
+        self._enter("done")
 
-    def _step(self) -> Mapping[str, float]:
-        """One step and the validation that is due after it, logged. Collective over the world.
+    def _step(self, responder: Responder) -> Mapping[str, float] | None:
+        """One step and the validation that is due after it, logged; None if it was taken back.
 
-        Returns its metrics.
+        Collective over the world. Returns the step's metrics.
 
         Raises:
+            GuardStop: a guard ended the run.
+            StopRequested: see `fit`; the step was given up before it updated anything.
             EnginesLost: an engine failed too often; the state is saved. A step that was not applied
                 is not counted, and a resumed run draws its prompts again.
         """
@@ -108,28 +132,106 @@ class Run:
         sampler = trainer.sampler.state_dict()
         metrics: dict[str, float] = {}
         try:
-            metrics |= trainer.step()
+            metrics |= trainer.step(may_stop=self._stop_here)
             step = trainer.step_number
             every = self.config.trainer.test_freq
             if self._due(step, every) or (step == self.total_steps and every > 0):
                 metrics |= self._validate()
+        except StepAbandoned as abandoned:
+            self._engine_metrics(trainer.step_number + 1)
+            responder.roll_back(abandoned.decision)
+            return None
+        except MemoryLost as lost:
+            decision = trainer.guard.out_of_memory(trainer.step_number + 1, str(lost))
+            if decision is None:
+                raise
+            self._engine_metrics(trainer.step_number + 1)
+            responder.free_memory(decision)
+            return None
+        except torch.OutOfMemoryError as error:
+            self._out_of_memory().note(trainer.adjustments, trainer.step_number + 1, str(error))
+            raise
+        except StopHere as stop:
+            trainer.sampler.load_state_dict(sampler)
+            step = trainer.step_number
+            raise StopRequested(f"stopped by {stop} after step {step}; {self.save(step)}") from stop
+        except GuardStop as stop:
+            self._event("guard", trainer.step_number + 1, action="stop", reason=str(stop))
+            raise
         except EnginesLost:
             if metrics:
                 self._log(step, metrics | self._engine_metrics(step))
             else:
                 trainer.sampler.load_state_dict(sampler)
                 self._engine_metrics(trainer.step_number + 1)
-            trainer.status.enter("save", trainer.step_number)
-            self.saver.save_now(trainer.step_number)
+            self.save(trainer.step_number)
             raise
+        metrics |= self._engine_metrics(step)
+        metrics["guard/actions"] = float(trainer.guard.num_actions)
         problem = self._compare_ranks(step, metrics)
-        self.saver.publish()
-        self._log(step, metrics | self._engine_metrics(step))
+        self._log(step, metrics)
         self._warn(step, metrics)
         if problem is not None:
             self._event("ranks_differ", step, text=str(problem))
             raise problem
-        return metrics
+        taken_back = responder.respond(trainer.guard.after_step(step, metrics))
+        return None if taken_back else metrics
+
+    def _stop_agreed(self) -> str:
+        """Why the run is to stop, if any rank was asked to. Collective over the world."""
+        context, mine = self.trainer.context, self.stop_requested()
+        if not any_rank(bool(mine), context):
+            return ""
+        reasons: list[str] = all_gather_objects(mine, context.world_group)
+        return next(filter(None, reasons))
+
+    def _stop_here(self) -> None:
+        """Collective over the world.
+
+        Raises:
+            StopHere: on all ranks, if any was asked to stop.
+        """
+        if why := self._stop_agreed():
+            raise StopHere(why)
+
+    def _out_of_memory(self) -> OutOfMemoryNotes:
+        return OutOfMemoryNotes(Path(self.config.trainer.run_dir), self.trainer.context.rank)
+
+    def _answer_old_out_of_memory(self, responder: Responder) -> None:
+        """What a rank wrote down before the run was started again. Collective over the world."""
+        trainer = self.trainer
+        with all_ranks_or_none(trainer.context, "reading what ended the run"):
+            mine = self._out_of_memory().take() if trainer.context.is_main else None
+        found = all_gather_objects(mine, trainer.context.world_group)[0]
+        if found is None:
+            return
+        decision = trainer.guard.out_of_memory(found["step"], found["text"])
+        if decision is not None:
+            trainer.adjustments.halvings = max(trainer.adjustments.halvings, found["halvings"])
+            trainer.adjustments.offloads_all |= found["offloads_all"]
+            responder.apply_adjustments()
+            responder.carry_out(decision)
+
+    def _responder(self) -> Responder:
+        """Collective over the world."""
+        trainer, models = self.trainer, self.saver.models
+        wanted = self.config.guard.snapshot_every > 0
+        fits = wanted and has_room(models, trainer.context, local_world_size=self.local_world_size)
+        if wanted and not fits:
+            self.announce(
+                "warning",
+                trainer.step_number,
+                "no room in host memory for a snapshot of the training state (or parallel.fsdp): "
+                "a guard's roll_back goes back to the latest checkpoint",
+            )
+        config = self.config
+        return Responder(
+            trainer,
+            self,
+            snapshot=Snapshot(models=models) if fits else None,
+            checkpoints=self.saver.store.folder,
+            longest_sample=config.data.max_prompt_length + config.rollout.max_response_length,
+        )
 
     def _engine_metrics(self, step: int) -> dict[str, float]:
         """What happened to engines since the last call, over all ranks; restarts become events."""
@@ -166,8 +268,8 @@ class Run:
     def _validate(self) -> Mapping[str, float]:
         if self.evaluator is None:
             return {}
-        self.trainer.status.enter("validate", self.trainer.step_number)
         start = time.perf_counter()
+        self._enter("validate")
         found = self.evaluator.run(self.trainer.rollouts)
         return {**found, "timing_s/validate": time.perf_counter() - start}
 
@@ -180,9 +282,56 @@ class Run:
             self.records.write_rollouts(step, batch, self.tokenizer)
 
     def _warn(self, step: int, metrics: Mapping[str, float]) -> None:
-        for text in self.trainer.guard.warnings(metrics):
-            self.say(f"warning    step {step}: {text}")
-            self._event("warning", step, text=text)
+        guard = self.trainer.guard
+        texts = guard.warnings(metrics)
+        if step == 1:
+            texts += guard.unknown_metrics(metrics)
+        for text in texts:
+            self.announce("warning", step, text)
+
+    def save(self, step: int) -> str:
+        """A checkpoint of everything, and what became of it in words. Collective over the world."""
+        if not step:  # Megatron cannot save an optimizer that has made no step
+            return "nothing to save before the first step"
+        self._enter("save")
+        self.saver.save_now(step)
+        return "state saved"
+
+    def finish_save(self) -> None:
+        """Waits for the checkpoint that is being written, if any. Collective over the world."""
+        self.saver.finish()
+
+    def small_state(self) -> dict[str, Any]:
+        """What a step changes and is not a tensor."""
+        return {"step": self.trainer.step_number, **_progress(self.trainer)}
+
+    def load_small_state(self, state: Mapping[str, Any]) -> None:
+        """Takes up what `small_state` gave."""
+        trainer = self.trainer
+        trainer.sampler.load_state_dict(state["sampler"])
+        trainer.estimator.kl_controller.load_state_dict(state["kl_controller"])
+        trainer.step_number = int(state["step"])
+
+    def load_checkpoint(self, checkpoint: Path) -> dict[str, Any]:
+        """All but what guards have counted and changed. Collective over the world."""
+        self._enter("resume")
+        saver, seed = self.saver, self.config.trainer.seed
+        state = saver.store.load(checkpoint, saver.models, seed=seed)
+        self.load_small_state(state)
+        return state
+
+    def rewind(self, step: int) -> None:
+        """Forgets what loggers have of steps after this one, and that those are saved."""
+        self.saver.rewind(step)
+        for logger in self.loggers:
+            logger.rewind(step + 1)
+
+    def announce(self, kind: str, step: int, text: str, **details: Any) -> None:
+        """An event, a line on the screen, and a text for loggers that have a place for it."""
+        self.say(f"{kind:<10} step {step}: {text}")
+        self._event(kind, step, **(details or {"text": text}))
+        for logger in self.loggers:
+            logger.note(step, f"{kind}: {text}")
 
     def _compare_ranks(self, step: int, metrics: dict[str, float]) -> RanksDifferError | None:
         """Looks, where it is due, whether ranks hold the same weights. Collective over the world.
@@ -205,21 +354,24 @@ class Run:
         return None
 
     def _resume(self, checkpoint: Path) -> None:
-        trainer, saver = self.trainer, self.saver
-        trainer.status.enter("resume", trainer.step_number)
-        seed = self.config.trainer.seed
-        state = saver.store.load(checkpoint, saver.models, seed=seed)
-        trainer.sampler.load_state_dict(state["sampler"])
-        trainer.estimator.kl_controller.load_state_dict(state["kl_controller"])
-        trainer.step_number = int(state["step"])
-        saver.saved_step = trainer.step_number
-        changes = list(self.changes)
-        self._event("resumed", trainer.step_number, path=str(checkpoint), changes=changes)
+        trainer = self.trainer
+        state = self.load_checkpoint(checkpoint)
+        if "guard" in state:  # an earlier version wrote none
+            trainer.guard.load_state_dict(state["guard"])
+            trainer.adjustments = Adjustments.of(state["guard"]["adjustments"])
+        step = self.saver.saved_step = trainer.step_number
+        self._event(
+            "resumed",
+            step,
+            path=str(checkpoint),
+            changes=list(self.changes),
+            restarts=self.restarts,
+        )
 
     def _export(self) -> None:
+        self._enter("export")
         network = self.trainer.actor.policy.network
         context = self.trainer.context
-        self.trainer.status.enter("export", self.trainer.step_number)
         out = export_folder(self.config)
         new = out.with_name("actor_hf.new")
         with all_ranks_or_none(context, "clearing an old export"):
@@ -234,6 +386,9 @@ class Run:
                     shutil.rmtree(out)
                 new.rename(out)
         self._event("exported", self.trainer.step_number, path=str(out))
+
+    def _enter(self, phase: str) -> None:
+        self.trainer.on_phase(self.trainer.step_number, phase)
 
     def _event(self, kind: str, step: int, **details: Any) -> None:
         if self.records is not None:
@@ -251,12 +406,19 @@ def checkpoint_state(
         train_files: of `file_identities`.
     """
     return {
-        "sampler": trainer.sampler.state_dict(),
-        "kl_controller": trainer.estimator.kl_controller.state_dict(),
+        **_progress(trainer),
+        "guard": trainer.guard.state_dict() | {"adjustments": trainer.adjustments.state_dict()},
         "config": flatten(config),
         "train_files": list(train_files),
         "models": {
             "actor": model_identity(trainer.actor.policy.network.spec),
             "critic": model_identity(trainer.critic.network.spec),
         },
+    }
+
+
+def _progress(trainer: PPOTrainer) -> dict[str, Any]:
+    return {
+        "sampler": trainer.sampler.state_dict(),
+        "kl_controller": trainer.estimator.kl_controller.state_dict(),
     }

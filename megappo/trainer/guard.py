@@ -1,24 +1,58 @@
-"""Conditions under which going on would train on wrong numbers, or deserves a look.
+"""Rules that watch a run's numbers and say what is to be done; `response.py` does it.
 
-Decided from reduced metrics, so that every rank decides the same.
+Every number is reduced over ranks before it comes here, so that every rank decides the same. A rule
+judges a gradient norm or loss at each optimizer step, before it writes weights; any other metric at
+the end of a step. Left out: rules over several metrics at once, and over trends.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-from megappo.config.sections import GuardSection
+from megappo.config.guard import OUT_OF_MEMORY, UPDATE_METRICS, Action, GuardRule, GuardSection
 from megappo.errors import GuardStop
+
+ABANDONING: tuple[Action, ...] = ("roll_back", "save_and_stop")
+"""Actions that end a step in its middle when an update asks for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What one rule wants, and why."""
+
+    rule: str
+    action: Action
+    reason: str
+    step: int
+    spec: GuardRule
+    detail: str = ""
+    """what else is known, in words"""
+
+
+class StepAbandoned(RuntimeError):  # noqa: N818, an outcome and not a mistake
+    """A guard ended a step before its updates were done. Raised on all ranks alike."""
+
+    def __init__(self, decision: Decision) -> None:
+        super().__init__(decision.reason)
+        self.decision = decision
+
+
+@dataclass(kw_only=True)
 class Guard:
-    """Stops a run whose engine and trainer disagree on what was sampled."""
+    """The rules of a run, with how often each held in a row. Nothing here communicates."""
 
     settings: GuardSection
     comparable: bool
     """False where the engine's log-probs are of a truncated distribution (top_p, top_k)."""
+    num_actions: int = 0
+    """Actions but warnings, in the run's life."""
+    streaks: dict[str, int] = field(default_factory=dict)
+    """`rule:metric` -> times in a row that the condition held."""
+    decided: list[Decision] = field(default_factory=list)
+    """At updates of the running step, not carried out yet."""
 
     def warnings(self, metrics: Mapping[str, float]) -> list[str]:
         """What a step's metrics give reason to look at; the run goes on."""
@@ -54,3 +88,111 @@ class Guard:
                 f"step {step}: algorithm.rollout_rs rejected every token (mean difference "
                 f"{found:.3g} nats): raise algorithm.rollout_rs_threshold, or take level token"
             )
+
+    def admit(self, step: int, figures: Mapping[str, float], *, detail: str = "") -> bool:
+        """Whether an optimizer step may write weights.
+
+        Args:
+            step: the running one.
+            figures: gradient norm and loss of the update, names of `UPDATE_METRICS`.
+            detail: what else is known, for the event.
+
+        Raises:
+            StepAbandoned: a rule wants to go back, or to stop.
+        """
+        found = self._judge(step, figures, detail=detail)
+        self.decided += [d for d in found if d.action not in ABANDONING]
+        for decision in found:
+            if decision.action in ABANDONING:
+                raise StepAbandoned(decision)
+        return not any(decision.action == "skip_update" for decision in found)
+
+    def after_step(self, step: int, metrics: Mapping[str, float]) -> list[Decision]:
+        """What is to be done after a step, its updates' decisions included."""
+        at_end = {k: v for k, v in metrics.items() if k not in UPDATE_METRICS}
+        return self.take_decided() + self._judge(step, at_end)
+
+    def take_decided(self) -> list[Decision]:
+        """What updates of the running step have asked for, once."""
+        taken, self.decided = self.decided, []
+        return taken
+
+    def out_of_memory(self, step: int, text: str) -> Decision | None:
+        """The rule for a rank without device memory, if it is not switched off."""
+        return next(iter(self._judge(step, {OUT_OF_MEMORY: 1.0}, detail=text)), None)
+
+    def unknown_metrics(self, metrics: Mapping[str, float]) -> list[str]:
+        """Rules that can never hold because a step has no such metric, as sentences."""
+        known = {*metrics, *UPDATE_METRICS, OUT_OF_MEMORY, "perf/max_memory_share"}
+        return [
+            f"guard.rules.{name} watches {metric}, which the first step does not have"
+            for name, rule in self.settings.rules.items()
+            for metric in rule.metrics
+            if rule.action != "none" and metric not in known and not metric.startswith("val/")
+        ]
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether a rule that would go back has begun to hold: no state to keep."""
+        return any(
+            count > 0 and self.settings.rules[key.partition(":")[0]].action == "roll_back"
+            for key, count in self.streaks.items()
+        )
+
+    def forget_streaks(self) -> None:
+        """After a return to an earlier state, what came later no longer counts."""
+        self.streaks = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values for a checkpoint."""
+        return {"num_actions": self.num_actions, "streaks": dict(self.streaks)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes up the counts of a checkpoint."""
+        self.num_actions = int(state["num_actions"])
+        self.streaks = {
+            str(k): int(v)
+            for k, v in state["streaks"].items()
+            if k.partition(":")[0] in self.settings.rules
+        }
+
+    def _judge(
+        self, step: int, figures: Mapping[str, float], *, detail: str = ""
+    ) -> list[Decision]:
+        found = []
+        for name, rule in self.settings.rules.items():
+            if rule.action == "none":
+                continue
+            seen = {metric: figures[metric] for metric in rule.metrics if metric in figures}
+            held = [m for m in seen if self._has_held(f"{name}:{m}", rule, seen[m])]
+            if held:
+                times = f" for {rule.for_steps} steps" if rule.for_steps > 1 else ""
+                values = " and ".join(f"{metric} was {seen[metric]:.4g}" for metric in held)
+                found.append(
+                    Decision(
+                        rule=name,
+                        action=rule.action,
+                        reason=f"{values}, {rule.condition}{times} (guard.rules.{name})",
+                        step=step,
+                        spec=rule,
+                        detail=detail,
+                    )
+                )
+        return found
+
+    def _has_held(self, key: str, rule: GuardRule, value: float) -> bool:
+        """Whether the condition has now held for as long as the rule asks; it then starts anew."""
+        self.streaks[key] = self.streaks.get(key, 0) + 1 if holds(rule, value) else 0
+        if self.streaks[key] < rule.for_steps:
+            return False
+        self.streaks[key] = 0
+        return True
+
+
+def holds(rule: GuardRule, value: float) -> bool:
+    """Whether a rule's condition is met."""
+    if rule.non_finite or not math.isfinite(value):
+        return rule.non_finite and not math.isfinite(value)
+    if rule.above is not None:
+        return value > rule.above
+    return rule.below is not None and value < rule.below

@@ -7,7 +7,7 @@ which is why the probability ratio before the first optimizer step is exactly 1.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megappo.config.learning import ActorSection, CriticSection
 from megappo.data.batching import fixed_micro_batches, plan_micro_batches
@@ -46,6 +46,28 @@ class MicroBatchPlanner:
             micro_batch=role.micro_batch_size,
             max_tokens=token_budget(role, alignment) if role.use_dynamic_bsz else None,
         )
+
+    @property
+    def size(self) -> str:
+        """Of a forward pass, in words."""
+        if self.max_tokens is not None:
+            return f"{self.max_tokens} tokens"
+        return f"{self.micro_batch} samples"
+
+    def halved(self, longest: int) -> MicroBatchPlanner | None:
+        """A planner of forward passes at most half as large; None if they cannot be smaller.
+
+        Args:
+            longest: tokens of the longest possible sample, which must fit in one.
+        """
+        if self.max_tokens is not None:
+            row = self.alignment.row_multiple
+            half = self.max_tokens // 2 // row * row
+            fits = half >= self.alignment.padded(longest)
+            return replace(self, max_tokens=half) if fits else None
+        # More passes of one size: their number must stay a multiple of the old one under VPP.
+        smaller = [n for n in range(1, self.micro_batch // 2 + 1) if self.micro_batch % n == 0]
+        return replace(self, micro_batch=smaller[-1]) if smaller else None
 
     def plan(self, lengths: Sequence[int]) -> list[list[list[int]]]:
         """For each mini-batch its forward passes, as indices into the mini-batch.

@@ -14,9 +14,9 @@ class Records:
     """Writes `rollouts/step_*.jsonl` and `events.jsonl` below a run's folder."""
 
     def __init__(self, run_dir: Path, *, rollouts_per_step: int) -> None:
+        self._run_dir = run_dir
         self._folder = run_dir / "rollouts"
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._events = run_dir / "events.jsonl"
         self._limit = rollouts_per_step
 
     def write_rollouts(self, step: int, batch: RolloutBatch, tokenizer: Any) -> None:
@@ -43,7 +43,11 @@ class Records:
 
     def event(self, kind: str, step: int, **details: Any) -> None:
         """Appends an event with the time of day (Unix seconds)."""
-        with self._events.open("a") as file:
-            file.write(
-                json.dumps({"time": time.time(), "kind": kind, "step": step, **details}) + "\n"
-            )
+        self.append_event(self._run_dir, kind, step, **details)
+
+    @staticmethod
+    def append_event(run_dir: Path, kind: str, step: int, **details: Any) -> None:
+        """The same, for a run whose records are not open, or in another thread's hands."""
+        line = json.dumps({"time": time.time(), "kind": kind, "step": step, **details})
+        with (run_dir / "events.jsonl").open("a") as file:
+            file.write(line + "\n")

@@ -9,8 +9,12 @@ GIB = 2.0**30
 
 
 def resource_metrics(device: torch.device) -> dict[str, float]:
-    """Host memory of this process; on CUDA also the peak that PyTorch allocated since the start."""
+    """Host memory of this process; on CUDA also PyTorch's peak since the start."""
     found = {"perf/cpu_memory_used_gb": psutil.Process().memory_info().rss / GIB}
     if device.type == "cuda":
-        found["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated(device) / GIB
+        peak = torch.cuda.max_memory_allocated(device)
+        found["perf/max_memory_allocated_gb"] = peak / GIB
+        found["perf/max_memory_share"] = (
+            peak / torch.cuda.get_device_properties(device).total_memory
+        )
     return found

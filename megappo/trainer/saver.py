@@ -97,6 +97,11 @@ class Saver:
         with self._timed():
             self._poll(wait=True)
 
+    def rewind(self, step: int) -> None:
+        """The run went back to this step: what comes after it is saved anew."""
+        if self.saved_step is not None and self.saved_step > step:
+            self.saved_step = None
+
     def take_metrics(self) -> dict[str, float]:
         """Seconds for which saves held up training since the last call, and failures so far."""
         blocked, self._blocked_s = self._blocked_s, 0.0

@@ -7,6 +7,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
@@ -18,7 +19,8 @@ from megappo.config import Config, ConfigError, dump, load
 from megappo.config.checks import check_device_features
 from megappo.distributed import parallel
 from megappo.distributed.parallel import Degrees, LaunchEnvironment, ParallelContext
-from megappo.errors import UserError
+from megappo.distributed.watchdog import HangReport, Watchdog
+from megappo.errors import GuardStop, StopRequested, UserError
 from megappo.loggers import LOGGERS, Logger, LoggerSettings
 from megappo.trainer.fit import Run, checkpoint_state, export_folder
 from megappo.trainer.output import Screen, redirect_to
@@ -27,6 +29,7 @@ from megappo.trainer.preflight import Preflight, preflight
 from megappo.trainer.records import Records
 from megappo.trainer.saver import Saver
 from megappo.trainer.servers import check_servers
+from megappo.trainer.status import Status
 
 ENGINES = {
     "sglang": "SGLang, one engine a rank",
@@ -44,6 +47,8 @@ class Session:
         self._log_file: Path | None = None
         self._signal: int | None = None
         self._joined = False
+        self._started = time.monotonic()
+        self._watchdog: Watchdog | None = None
 
     def run(self, config_path: str, overrides: Sequence[str]) -> None:
         """The whole run. Collective over the world after the checks.
@@ -88,7 +93,19 @@ class Session:
         # Not earlier: a rank that waits for another to join must die of the launcher's signal.
         self._catch_signals()
         self._joined = True
-        self._train(config, found, context, run_dir)
+        self._watchdog = Watchdog(
+            context,
+            address=launch.address,
+            timeout_s=config.watchdog.timeout_s,
+            on_hang=partial(self._report_hang, run_dir),
+        )
+        self._watchdog.start()
+        try:
+            self._train(config, found, context, run_dir)
+        except (GuardStop, StopRequested):  # all ranks end now, each in its time
+            self._watchdog.stop()
+            raise
+        self._watchdog.leave()
         parallel.stop(context)
 
     def report(self, text: str) -> None:
@@ -106,6 +123,7 @@ class Session:
         if launch is None or self._joined:
             rank = f" (rank {launch.rank})" if launch is not None else ""
             self._write(self._screen.err if self._screen else sys.stderr, f"error: {error}{rank}")
+            self._tell_others("a rank met a mistake in the input")
         elif launch.local_rank == 0:
             self._write(self._screen.err if self._screen else sys.stderr, f"error: {error}")
 
@@ -116,6 +134,22 @@ class Session:
         traceback.print_exc()
         where = f" (traceback in {self._log_file})" if self._log_file else ""
         self._write(stream, f"rank {rank} failed: {type(error).__name__}: {error}{where}")
+        self._tell_others(f"rank {rank} failed")
+
+    def _tell_others(self, text: str) -> None:
+        if self._watchdog is not None:
+            self._watchdog.report_failure(text)
+            self._watchdog.stop()
+
+    def _report_hang(self, run_dir: Path, found: HangReport) -> None:
+        """Called from the watchdog's thread while the main one is stuck."""
+        path = run_dir / "hang_report.txt"
+        path.write_text(found.text)
+        Records.append_event(run_dir, "hang", found.step, text=found.summary, ranks=found.ranks)
+        self._write(
+            self._screen.err if self._screen else sys.stderr,
+            f"{found.summary}; stacks and last collectives are in {path}; all ranks end",
+        )
 
     def _train(
         self, config: Config, found: Preflight, context: ParallelContext, run_dir: Path
@@ -126,6 +160,7 @@ class Session:
             dump(config, run_dir / "config.yaml")
         started = time.perf_counter()
         assert self._log_file is not None
+        assert self._launch is not None
         engine_log = self._log_file.with_name(self._log_file.name.replace("rank", "engine"))
         trainer = build_trainer(config, found, context, log_file=engine_log)
         records = None
@@ -144,9 +179,12 @@ class Session:
             tokenizer=found.tokenizer,
             total_steps=found.total_steps,
             changes=found.changes,
-            stop_requested=lambda: self._signal is not None,
+            stop_requested=partial(self._stop_requested, config.trainer.max_wall_time_s),
             say=self._say,
+            local_world_size=self._launch.local_world_size,
+            restarts=self._launch.restarts,
         )
+        self._let_watch(trainer, Status(run_dir if context.is_main else None))
         try:
             run.fit(found.checkpoint)
         finally:
@@ -175,6 +213,29 @@ class Session:
             say=self._say,
             event=records.event if records is not None else _no_event,
         )
+
+    def _let_watch(self, trainer: PPOTrainer, status: Status) -> None:
+        """Phases and forward passes of all models move the watchdog's count."""
+        watchdog = self._watchdog
+        assert watchdog is not None
+
+        def enter(step: int, phase: str) -> None:
+            watchdog.enter(step, phase)
+            status.enter(phase, step)
+
+        trainer.on_phase = enter
+        reference = [] if trainer.reference is None else [trainer.reference.network]
+        for network in (trainer.actor.policy.network, trainer.critic.network, *reference):
+            for chunk in network.chunks:
+                chunk.register_forward_pre_hook(lambda module, inputs: watchdog.move())
+
+    def _stop_requested(self, max_wall_time_s: float) -> str:
+        """Why this rank should stop, or nothing."""
+        if self._signal is not None:
+            return signal.Signals(self._signal).name
+        if max_wall_time_s and time.monotonic() - self._started > max_wall_time_s:
+            return f"trainer.max_wall_time_s ({max_wall_time_s:g})"
+        return ""
 
     def _make_loggers(self, config: Config, found: Preflight, run_dir: Path) -> list[Logger]:
         assert self._screen is not None
@@ -232,7 +293,7 @@ class Session:
         stream.flush()
 
     def _catch_signals(self) -> None:
-        """SIGTERM and SIGINT ask for a stop after the running step; a second one ends at once."""
+        """The first signal asks for a stop before or after an update; a second one ends at once."""
 
         def note(number: int, frame: FrameType | None) -> None:
             if self._signal is not None:
@@ -240,8 +301,8 @@ class Session:
                 signal.raise_signal(number)
             self._signal = number
 
-        signal.signal(signal.SIGTERM, note)
-        signal.signal(signal.SIGINT, note)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, note)
 
 
 def _no_event(kind: str, step: int, **details: Any) -> None:

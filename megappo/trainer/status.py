@@ -25,8 +25,8 @@ class Status:
         """From now on the run works on `step`, in this phase.
 
         Args:
-            phase: one of `stopwatch.PHASES`, or `push`, `validate`, `resume`, `save`, `export`,
-                `done`.
+            phase: one of `stopwatch.PHASES`, or `report`, `validate`, `resume`, `save`,
+                `export`, `done`.
             step: number of the step that is worked on, the last one after it is done.
         """
         if self._path is None:

@@ -28,19 +28,21 @@ class Stopwatch:
 
     Args:
         device: of this rank.
-        on_enter: hears the name of each phase that begins.
+        on_phase: hears the name of each phase that begins.
     """
 
-    def __init__(self, device: torch.device, *, on_enter: Callable[[str], None]) -> None:
+    def __init__(
+        self, device: torch.device, *, on_phase: Callable[[str], None] = lambda name: None
+    ) -> None:
         self._device = device
-        self._on_enter = on_enter
+        self._on_phase = on_phase
         self._started = time.perf_counter()
         self.seconds = dict.fromkeys(PHASES, 0.0)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Adds the block's duration to one phase."""
-        self._on_enter(name)
+        self._on_phase(name)
         start = time.perf_counter()
         yield
         if self._device.type == "cuda":

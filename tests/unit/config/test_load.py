@@ -152,3 +152,43 @@ def test_the_shipped_configs_are_valid():
     assert files
     for path in files:
         load(path)
+
+
+def test_a_default_guard_is_changed_by_name_and_others_are_added(config_file, tmp_path):
+    config = load(
+        config_file,
+        [
+            "guard.rules.kl.action=none",
+            "guard.rules.grad_norm.above=9",
+            "guard.rules.mine={metrics: [critic/score/mean], below: 0.1, action: save_and_stop}",
+        ],
+    )
+    rules = config.guard.rules
+    assert list(rules)[-1] == "mine"
+    assert len(rules) == len(Config().guard.rules) + 1
+    assert rules["kl"].action == "none"
+    assert (rules["grad_norm"].above, rules["grad_norm"].action) == (9.0, "roll_back")
+    assert str(rules["mine"]) == "when critic/score/mean is below 0.1: save_and_stop"
+    dump(config, tmp_path / "again.yaml")
+    assert load(tmp_path / "again.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("guard.rules.kl.abov=3", "did you mean guard.rules.NAME.above?"),
+        ("guard.rules.kl.action=explode", "guard.rules.kl.action: Invalid value 'explode'"),
+        ("guard.rules.kl=3", "guard.rules.kl is 3: it must hold keys"),
+        ("guard.rules.mine.action=warn", "guard.rules.mine.metrics is []: name at least one"),
+        ("guard.rules.kl.factor=0.5", "guard.rules.kl.action is 'lower_lr': it takes to or factor"),
+        (
+            "guard.rules.mine={metrics: [actor/kl_loss], above: 1, action: raise_kl_coef, factor: "
+            "2}",
+            "no KL is in use; set algorithm.use_kl_in_reward=true",
+        ),
+        ("watchdog.timeout_s=1800", "a hang must be seen before"),
+        ("trainer.max_wall_time_s=-1", "trainer.max_wall_time_s is -1.0"),
+    ],
+)
+def test_a_mistake_in_a_guard_is_answered_with_its_name(config_file, override, expected):
+    assert expected in message(config_file, override, "actor.use_kl_loss=false")

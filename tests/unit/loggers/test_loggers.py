@@ -93,3 +93,30 @@ def test_a_terminal_gets_a_progress_bar_that_is_taken_away_at_the_end(tmp_path, 
     assert "2/9" in text
     assert "training" in text
     assert "\x1b[?25h" in text  # the cursor is shown again
+
+
+def test_steps_that_come_again_stand_once_in_jsonl(tmp_path):
+    logger = LOGGERS["jsonl"](settings(tmp_path))
+    for step in range(1, 5):
+        logger.log(step, {"x": float(step)})
+    logger.rewind(3)
+    logger.log(3, {"x": 30.0})
+    logger.close()
+    rows = read_jsonl(tmp_path / "metrics.jsonl")
+    assert [(r["step"], r["x"]) for r in rows] == [(1, 1), (2, 2), (3, 30.0)]
+
+
+def test_tensorboard_has_sentences_and_hides_steps_that_come_again(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = LOGGERS["tensorboard"](settings(tmp_path))
+    for step in range(1, 5):
+        logger.log(step, {"x": float(step)})
+    logger.note(4, "guard: roll_back")
+    logger.rewind(3)
+    logger.log(3, {"x": 30.0})
+    logger.close()
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert [(e.step, e.value) for e in found.Scalars("x")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    assert "events/text_summary" in found.Tags()["tensors"]

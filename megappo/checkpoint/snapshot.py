@@ -1,0 +1,175 @@
+"""A copy of the training state in this rank's host memory, to go back to without a disk.
+
+Weights, float32 main weights and moments are copied storage by storage, so that everything that is
+a view of them comes back too. Left out: gradients, which a step makes anew, and models under
+`parallel.fsdp`, whose shards Megatron moves by itself: they go back to a checkpoint on disk.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import torch
+
+from megappo.checkpoint import streams
+from megappo.distributed.grad_sync import Trainable
+from megappo.distributed.offload import Offloader, Part, inner_optimizers, on_device
+from megappo.distributed.parallel import ParallelContext, any_rank
+
+PARTS: tuple[Part, ...] = ("params", "optimizer")
+
+MEMORY_SHARE = 0.5
+"""Most of the host memory that is free which the copies of a node's ranks may take."""
+
+
+@dataclass(kw_only=True)
+class Snapshot:
+    """The newest copy, or none yet."""
+
+    models: Mapping[str, Trainable]
+    state: dict[str, Any] | None = None
+    """What else was given to `take`; None before the first."""
+    _copies: dict[str, _ModelCopy] = field(default_factory=dict)
+    _streams: dict[str, Any] = field(default_factory=dict)
+
+    def take(self, state: Mapping[str, Any]) -> None:
+        """Replaces the copy by what models, optimizers and random streams are now.
+
+        Collective over DP where parameters are gathered late (`Trainable.settle`).
+
+        Args:
+            state: small values that belong to it, copied.
+        """
+        for name, model in self.models.items():
+            self._copies.setdefault(name, _ModelCopy(model)).take()
+        self._streams = copy.deepcopy(streams.capture())
+        self.state = copy.deepcopy(dict(state))
+
+    def restore(self) -> dict[str, Any]:
+        """Brings the copy back, any number of times; returns the small values. No communication."""
+        assert self.state is not None, "nothing was copied yet"
+        for of_model in self._copies.values():
+            of_model.restore()
+        streams.restore(copy.deepcopy(self._streams))
+        return copy.deepcopy(self.state)
+
+
+def has_room(
+    models: Mapping[str, Trainable], context: ParallelContext, *, local_world_size: int
+) -> bool:
+    """Whether every rank can hold a copy. Collective over the world."""
+    if any(model.memory is None for model in models.values()):
+        return False
+    # Moments come into being with the first step: two float32 numbers a float32 main weight.
+    needed = sum(_expected_bytes(model) for model in models.values())
+    free = psutil.virtual_memory().available
+    return not any_rank(needed * local_world_size > MEMORY_SHARE * free, context)
+
+
+def _expected_bytes(model: Trainable) -> int:
+    mains: int = sum(
+        parameter.numel()
+        for optimizer in inner_optimizers(model.optimizer)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )
+    return _memory(model).part_bytes("params") + 12 * mains
+
+
+def _memory(model: Trainable) -> Offloader:
+    assert model.memory is not None, "fully sharded models are not copied"
+    return model.memory
+
+
+@dataclass
+class _Storage:
+    """One storage and its bytes."""
+
+    storage: torch.UntypedStorage
+    content: torch.Tensor
+
+    def write_back(self) -> None:
+        """The bytes into the storage."""
+        _view(self.storage).copy_(self.content)
+
+
+class _ModelCopy:
+    """One model on this rank."""
+
+    def __init__(self, model: Trainable) -> None:
+        self._model = model
+        self._storages: list[_Storage] = []
+        self._optimizers: list[_OptimizerCopy] = []
+        self._scheduler_steps = 0
+
+    def take(self) -> None:
+        self._model.settle()
+        memory, old = _memory(self._model), {s.storage.data_ptr(): s for s in self._storages}
+        with on_device(memory, *PARTS):
+            self._storages = [
+                _copied(storage, old.get(storage.data_ptr())) for storage in memory.storages(*PARTS)
+            ]
+            self._optimizers = [
+                _OptimizerCopy(optimizer) for optimizer in inner_optimizers(self._model.optimizer)
+            ]
+        self._scheduler_steps = self._model.scheduler.num_steps
+
+    def restore(self) -> None:
+        self._model.settle()
+        with on_device(_memory(self._model), *PARTS):
+            for storage in self._storages:
+                storage.write_back()
+            for optimizer in self._optimizers:
+                optimizer.restore()
+        self._model.scheduler.num_steps = self._scheduler_steps
+        self._model.scheduler.step(0)
+        self._model.limit_lr(self._model.lr_limit.value)
+
+
+class _OptimizerCopy:
+    """What an optimizer keeps beside its tensors' content, which is copied by storage."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._state = {p: _kept(p, state) for p, state in optimizer.state.items()}
+        self._groups = [
+            {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+
+    def restore(self) -> None:
+        """State that came into being since is dropped, so that the next step makes it anew."""
+        self._optimizer.state.clear()
+        self._optimizer.state.update({p: _kept(p, state) for p, state in self._state.items()})
+        for group, kept in zip(self._optimizer.param_groups, self._groups, strict=True):
+            for key in set(group) - set(kept) - {"params"}:
+                del group[key]
+            group.update(copy.deepcopy(kept))
+
+
+def _kept(parameter: torch.Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter's state; what lies elsewhere than the parameter (a step count) is copied."""
+    return {
+        key: value
+        if torch.is_tensor(value) and value.device == parameter.device and value.dim() > 0
+        else copy.deepcopy(value)
+        for key, value in state.items()
+    }
+
+
+def _copied(storage: torch.UntypedStorage, old: _Storage | None) -> _Storage:
+    """A storage's bytes, in the memory of an older copy if that fits."""
+    size = storage.nbytes()
+    fits = old is not None and old.content.numel() == size
+    content = old.content if old is not None and fits else torch.empty(size, dtype=torch.uint8)
+    content.copy_(_view(storage))
+    return _Storage(storage, content)
+
+
+def _view(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All bytes of a storage."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

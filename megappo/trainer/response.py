@@ -1,0 +1,289 @@
+"""Carries out what guards decide, on all ranks alike, and says so.
+
+Each decision is an event with its reason in `events.jsonl`, a line on the screen and a text in
+TensorBoard. An action that would change nothing (a rate that is low enough already) is neither
+taken nor counted. After `guard.max_actions` of them the next one saves and stops the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from megappo.checkpoint import layout
+from megappo.checkpoint.snapshot import Snapshot
+from megappo.config.guard import GuardRule
+from megappo.distributed.grad_sync import Trainable
+from megappo.distributed.offload import PARTS
+from megappo.errors import GuardStop
+from megappo.trainer.guard import ABANDONING, Decision
+from megappo.trainer.ppo_trainer import PPOTrainer, StepPlan
+
+
+class Host(Protocol):
+    """What a response needs of the run around the trainer."""
+
+    def small_state(self) -> dict[str, Any]:
+        """Step, data position, controller: what is not a tensor."""
+
+    def load_small_state(self, state: Mapping[str, Any]) -> None:
+        """Takes it up."""
+
+    def load_checkpoint(self, checkpoint: Path) -> Mapping[str, Any]:
+        """Everything from disk but what guards have changed. Collective over the world."""
+
+    def save(self, step: int) -> str:
+        """A checkpoint, and what became of it in words. Collective over the world."""
+
+    def finish_save(self) -> None:
+        """Waits for the checkpoint that is being written, if any. Collective over the world."""
+
+    def rewind(self, step: int) -> None:
+        """Forgets what was logged and saved of later steps."""
+
+    def announce(self, kind: str, step: int, text: str, **details: Any) -> None:
+        """An event, a line on the screen and a text for the loggers."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """What an action would do."""
+
+    text: str
+    act: Callable[[], None]
+
+
+class Responder:
+    """Acts for one run's guard.
+
+    Args:
+        trainer: whose guard it is.
+        host: the run around it.
+        snapshot: in memory; None where only checkpoints on disk are gone back to.
+        checkpoints: the run's folder of them.
+        longest_sample: tokens, which the smallest forward pass must hold.
+    """
+
+    def __init__(
+        self,
+        trainer: PPOTrainer,
+        host: Host,
+        *,
+        snapshot: Snapshot | None,
+        checkpoints: Path,
+        longest_sample: int,
+    ) -> None:
+        self._trainer = trainer
+        self._guard = trainer.guard
+        self._host = host
+        self._snapshot = snapshot
+        self._checkpoints = checkpoints
+        self._longest_sample = longest_sample
+        self._configured = trainer.plan
+
+    def keep(self, step: int) -> None:
+        """Copies the state if a copy is due. Collective: `Snapshot.take`."""
+        if self._snapshot is None or self._guard.in_doubt:
+            return
+        if self._snapshot.state is None or step % self._guard.settings.snapshot_every == 0:
+            self._snapshot.take(self._host.small_state())
+
+    def respond(self, decisions: Sequence[Decision]) -> bool:
+        """Carries decisions out after a step; whether the run was taken back.
+
+        Collective over the world.
+
+        Raises:
+            GuardStop: a rule wants it, or actions are used up; the state is saved.
+        """
+        for decision in decisions:
+            if decision.action == "warn":
+                self._tell(decision, "")
+            elif decision.action not in ABANDONING:
+                self.carry_out(decision)
+        for decision in decisions:
+            if decision.action == "save_and_stop":
+                self._stop(decision, "")
+        for decision in decisions:
+            if decision.action == "roll_back":
+                self.roll_back(decision)
+                return True
+        return False
+
+    def roll_back(self, decision: Decision, *, why: str = "", new_samples: bool = True) -> None:
+        """Brings back the newest good state, and its weights to the engines.
+
+        Collective over the world.
+
+        Args:
+            decision: a rule's; one that wants to stop is obeyed there.
+            why: said besides.
+            new_samples: sample later steps anew; False repeats what was undisturbed.
+
+        Raises:
+            GuardStop: there is nothing to go back to, or the run is to stop there.
+        """
+        for given_up in self._guard.take_decided():
+            self._tell(given_up, "in a step that is taken back")
+        source = self._restore()
+        if source is None:
+            text = "stopped: there is neither a snapshot nor a checkpoint to go back to"
+            self._tell(decision, text)
+            raise GuardStop(f"step {decision.step}: {decision.reason}; {text}")
+        step = self._trainer.step_number
+        self._host.rewind(step)
+        self._guard.forget_streaks()
+        if decision.action == "save_and_stop" or self._used_up:
+            self._stop(decision, f"back to step {step} from {source}, ")
+        self._guard.num_actions += 1
+        seeds = "the same seeds"
+        if new_samples:
+            self._trainer.adjustments.sampling_salt += 1
+            seeds = "new sampling seeds"
+        self._trainer.on_phase(step, "sync")
+        self._trainer.push_weights()
+        self._tell(decision, f"{why}back to step {step} from {source}, with {seeds}")
+
+    def free_memory(self, decision: Decision) -> None:
+        """Smaller forward passes, or offload, and back to repeat what was lost, with its samples.
+
+        Collective over the world.
+
+        Raises:
+            GuardStop: nothing is left to make smaller, or see `roll_back`.
+        """
+        change = self._smaller_passes()
+        if change is None:
+            text = "stopped: forward passes cannot be smaller, and all is offloaded"
+            self._tell(decision, text)
+            raise GuardStop(f"step {decision.step}: {decision.reason}; {text}")
+        change.act()
+        self.apply_adjustments()
+        self.roll_back(decision, why=f"{change.text}; ", new_samples=False)
+
+    def apply_adjustments(self) -> None:
+        """Puts what guards have changed into force, after a change or a load."""
+        trainer, changed = self._trainer, self._trainer.adjustments
+        for name, model in self._models().items():
+            if name in changed.lr_limits:
+                model.limit_lr(changed.lr_limits[name])
+            if changed.offloads_all and model.memory is not None:
+                model.memory.parts = PARTS
+        plan = self._configured
+        for _ in range(changed.halvings):
+            plan = self._halved(plan) or plan
+        trainer.plan = plan
+
+    def _restore(self) -> str | None:
+        """From where the state was brought back; None if from nowhere."""
+        self._host.finish_save()
+        if self._snapshot is not None and self._snapshot.state is not None:
+            self._host.load_small_state(self._snapshot.restore())
+            return "memory"
+        checkpoint = layout.latest(self._checkpoints)
+        if checkpoint is None:
+            return None
+        self._host.load_checkpoint(checkpoint)
+        self.apply_adjustments()
+        return str(checkpoint)
+
+    def carry_out(self, decision: Decision) -> None:
+        """An action that changes settings or was done already; if it changes any.
+
+        Raises:
+            GuardStop: actions are used up; the state is saved.
+        """
+        change = self._change(decision)
+        if change is None:
+            return
+        if self._used_up:
+            self._stop(decision, "")
+        self._guard.num_actions += 1
+        change.act()
+        self.apply_adjustments()
+        self._tell(decision, change.text)
+
+    def _change(self, decision: Decision) -> Change | None:
+        """What the decision would change; None if nothing."""
+        if decision.action == "skip_update":
+            return Change("the update was skipped on all ranks", lambda: None)
+        if decision.action == "lower_lr":
+            return self._lower_lr(decision.spec)
+        if decision.action == "raise_kl_coef":
+            return self._raise_kl_coef(decision.spec)
+        assert decision.action == "halve_micro_batch", decision.action
+        return self._smaller_passes()
+
+    def _lower_lr(self, rule: GuardRule) -> Change | None:
+        limits = {}
+        for name, model in self._models().items():
+            if rule.role not in (name, "both"):
+                continue
+            limit = rule.to if rule.to is not None else model.lr * (rule.factor or 1.0)
+            if limit < model.lr_limit.value:
+                limits[name] = limit
+        if not limits:
+            return None
+        text = ", ".join(f"{name}'s learning rate at most {v:.3g}" for name, v in limits.items())
+        return Change(text, lambda: self._trainer.adjustments.lr_limits.update(limits))
+
+    def _raise_kl_coef(self, rule: GuardRule) -> Change:
+        changed = self._trainer.adjustments
+        factor = changed.kl_factor * (rule.factor or 1.0)
+        return Change(
+            f"KL coefficients times {factor:.4g}", lambda: setattr(changed, "kl_factor", factor)
+        )
+
+    def _smaller_passes(self) -> Change | None:
+        """Half the samples or tokens a forward pass; then offload; None where neither is left."""
+        changed = self._trainer.adjustments
+        if (plan := self._halved(self._trainer.plan)) is not None:
+            text = f"forward passes of {plan.actor.size} (actor) and {plan.critic.size} (critic)"
+            return Change(text, lambda: setattr(changed, "halvings", changed.halvings + 1))
+        memories = [model.memory for model in self._models().values()]
+        if all(memory is None or memory.parts == PARTS for memory in memories):
+            return None
+        return Change(
+            "actor and critic leave the device between phases",
+            lambda: setattr(changed, "offloads_all", True),
+        )
+
+    def _halved(self, plan: StepPlan) -> StepPlan | None:
+        actor = plan.actor.halved(self._longest_sample)
+        critic = plan.critic.halved(self._longest_sample)
+        if actor is None and critic is None:
+            return None
+        return replace(plan, actor=actor or plan.actor, critic=critic or plan.critic)
+
+    def _models(self) -> dict[str, Trainable]:
+        return {"actor": self._trainer.actor.trainable, "critic": self._trainer.critic.trainable}
+
+    @property
+    def _used_up(self) -> bool:
+        return self._guard.num_actions >= self._guard.settings.max_actions
+
+    def _stop(self, decision: Decision, before: str) -> None:
+        step = self._trainer.step_number
+        saved = self._host.save(step)
+        limit = ""
+        if decision.action != "save_and_stop":
+            limit = f"guard.max_actions ({self._guard.settings.max_actions}) are used up, "
+        text = f"{before}{limit}stopped after step {step}, {saved}"
+        self._tell(decision, text)
+        raise GuardStop(f"step {decision.step}: {decision.reason}; {text}")
+
+    def _tell(self, decision: Decision, done: str) -> None:
+        self._host.announce(
+            "guard",
+            decision.step,
+            "; ".join(
+                filter(None, (f"{decision.action}: {decision.reason}", done, decision.detail))
+            ),
+            rule=decision.rule,
+            action=decision.action,
+            reason=decision.reason,
+            done=done,
+            detail=decision.detail,
+        )

@@ -1,0 +1,98 @@
+"""A NaN in one rank's loss, and the way back to a copy in memory, on actor and critic."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megappo.checkpoint.snapshot import Snapshot, has_room
+from megappo.config import load
+from megappo.config.guard import GuardSection
+from megappo.distributed import parallel
+from megappo.distributed.metrics import Tally
+from megappo.models.spec import load_spec
+from megappo.roles.actor import Actor
+from megappo.trainer.build import build_roles
+from megappo.trainer.guard import Guard
+from megappo.trainer.ppo_trainer import Updates
+from megappo.trainer.preflight import model_paths
+from megappo.types import MiniBatch
+from tests.distributed.workers.offload import many_buckets
+from tests.distributed.workers.resume import minibatch, update
+from tests.distributed.workers.update import share, whole_batch
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", type=Path)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("overrides", nargs="*")
+    arguments = parser.parse_args()
+    config = load(arguments.config, arguments.overrides)
+    launch = parallel.LaunchEnvironment.read()
+    degrees = parallel.Degrees.of(config.parallel)
+    context = parallel.start(launch, degrees, device="cpu", seed=1, timeout_s=60)
+    specs = {role: load_spec(path) for role, path in model_paths(config).items()}
+    with many_buckets(config):
+        actor, critic, _ = build_roles(config, specs, context, total_optimizer_steps=9)
+    roles = {"actor": actor, "critic": critic}
+    models = {name: role.trainable for name, role in roles.items()}
+    mini = minibatch(roles, share(whole_batch(specs["actor"].vocab_size), context))
+    assert has_room(models, context, local_world_size=1)
+    last = context.rank == context.world_size - 1
+    assert not has_room(models, context, local_world_size=10**9 if last else 1)
+
+    snapshot = Snapshot(models=models)
+    snapshot.take({"note": [1]})  # before the first step: no optimizer has any state
+    first = update(roles, mini)
+    second = update(roles, mini)
+    assert snapshot.restore() == {"note": [1]}
+    first_again = update(roles, mini)
+    snapshot.take({"note": [2]})
+    skipped, again = nan_update(actor, mini, breaks=last)
+    second_again = update(roles, mini)
+    assert snapshot.restore() == {"note": [2]}
+    second_third = update(roles, mini)
+    torch.save(
+        {
+            "first": [first, first_again],
+            "second": [second, second_again, second_third],
+            "skipped": skipped,
+            "allowed_again": again,
+        },
+        arguments.out / f"rank{context.rank}.pt",
+    )
+    parallel.stop(context)
+
+
+def nan_update(actor: Actor, mini: MiniBatch, *, breaks: bool) -> tuple[dict[str, Any], bool]:
+    """One update, whose loss is NaN on a rank that `breaks`; what came of it."""
+
+    class Broken(Actor):
+        def _loss(self, *args: Any) -> Any:
+            made = super()._loss(*args)
+            return dataclasses.replace(made, total=made.total * float("nan")) if breaks else made
+
+    broken = Broken(policy=actor.policy, trainable=actor.trainable, settings=actor.settings)
+    guard = Guard(settings=GuardSection(), comparable=True)
+    updates = Updates(guard=guard, step=5, trainable=actor.trainable)
+    tally, before = Tally(), actor.trainable.scheduler.num_steps
+    broken.update(mini, tally, is_first=True, check=updates.check)
+    (decision,) = guard.after_step(5, {})
+    found = {
+        "num_skipped": updates.num_skipped,
+        "scheduler_steps": actor.trainable.scheduler.num_steps - before,
+        "metrics": sorted(tally.sums),
+        "action": decision.action,
+        "reason": decision.reason,
+        "detail": decision.detail,
+    }
+    return found, guard.streaks["non_finite_again:actor/grad_norm"] == 1
+
+
+if __name__ == "__main__":
+    main()
