@@ -66,6 +66,8 @@ def latest(folder: Path) -> Path | None:
     pointer = folder / LATEST
     if pointer.is_file():
         named = folder / pointer.read_text().strip()
+        if not named.exists() and (_replaced(named) / STATE_FILE).is_file():
+            return _replaced(named)  # the run ended between two renames
         if not (named / STATE_FILE).is_file():
             have = ", ".join(step_name(s) for s in steps) or "none"
             raise CheckpointError(
@@ -119,11 +121,19 @@ def publish(temporary: Path, final: Path) -> None:
     for path in sorted(temporary.rglob("*")):
         _sync(path)
     _sync(temporary)
-    if final.exists():  # an earlier try at the same step, after a resume from before it
-        shutil.rmtree(final)
+    replaced = _replaced(final)
+    if final.exists():  # an earlier try at the same step, before the run went back behind it
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
     temporary.rename(final)
     _sync(final.parent)
     _point(final.parent / LATEST, final.name)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _replaced(final: Path) -> Path:
+    """Where a checkpoint waits until another of the same step has its name."""
+    return final.with_name(f"{final.name}.replaced")
 
 
 def prune(folder: Path, policy: KeepPolicy) -> None:
@@ -146,8 +156,9 @@ def prune(folder: Path, policy: KeepPolicy) -> None:
     for path in paths:
         if path not in kept:
             shutil.rmtree(path)
-    for leftover in folder.glob("*.saving"):
-        shutil.rmtree(leftover)
+    for pattern in ("*.saving", "*.replaced"):
+        for leftover in folder.glob(pattern):
+            shutil.rmtree(leftover)
 
 
 def _best(paths: Sequence[Path]) -> Path | None:

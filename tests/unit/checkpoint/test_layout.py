@@ -77,3 +77,16 @@ def test_after_a_return_to_an_earlier_step_the_new_checkpoint_is_kept(tmp_path):
     layout.prune(tmp_path, layout.KeepPolicy(newest=2))
     assert layout.complete_steps(tmp_path) == [20, 40]
     assert layout.latest(tmp_path) == tmp_path / "step_000020"
+
+
+def test_a_kill_while_a_checkpoint_is_replaced_loses_neither(tmp_path):
+    write(tmp_path, 10)
+    write(tmp_path, 20)
+    # As `publish` of another step 20 leaves it when it is killed between its two renames.
+    (tmp_path / "step_000020").rename(tmp_path / "step_000020.replaced")
+    found = layout.latest(tmp_path)
+    assert found is not None
+    assert layout.read_state(found) == {"step": 20}
+    write(tmp_path, 20)
+    assert layout.latest(tmp_path) == tmp_path / "step_000020"
+    assert not (tmp_path / "step_000020.replaced").exists()

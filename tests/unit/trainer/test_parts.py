@@ -41,7 +41,7 @@ def batch_of(lengths, reasons=None):
 
 def test_the_time_split_adds_up_to_the_step():
     entered = []
-    watch = Stopwatch(torch.device("cpu"), on_enter=entered.append)
+    watch = Stopwatch(torch.device("cpu"), on_phase=entered.append)
     with watch.phase("generate"):
         time.sleep(0.02)
     with watch.phase("generate"):
