@@ -47,10 +47,15 @@ class LaunchedServer:
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
+    def send_signal(self, number: signal.Signals) -> None:
+        """Sends a signal to all of its processes."""
+        assert self._process is not None
+        os.killpg(self._process.pid, number)
+
     def kill(self) -> None:
         """SIGKILL to all of its processes."""
         if self._process is not None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            self.send_signal(signal.SIGKILL)
             self._process.wait()
             self._process = None
 

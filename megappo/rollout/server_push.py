@@ -29,7 +29,7 @@ GROUP_NAME = "megappo_weights"
 """One name for all runs, so that a run can end the group that a dead one left behind."""
 
 _ARRIVAL_TIMEOUT_S = 60.0
-_LEAVE_TIMEOUT_S = 30.0
+_LEAVE_TIMEOUT_S = 10.0
 _LAST_WORDS_S = 5.0
 """A server that broke a group off is about to say why, or to be gone."""
 

@@ -24,7 +24,7 @@ def server_settings(config: Config, found: Preflight, url: str, *, device: str) 
     """How this run uses one server.
 
     Raises:
-        ConfigError: the variable that should hold the API key is not set.
+        ConfigError: see `api_key_of`.
     """
     rollout, spec = config.rollout, found.actor_spec
     return ServerSettings(
@@ -40,7 +40,7 @@ def server_settings(config: Config, found: Preflight, url: str, *, device: str) 
             uses_stop_strings=bool(rollout.stop),
         ),
         tokenizer=found.tokenizer,
-        api_key=_api_key(rollout.api_key_env),
+        api_key=api_key_of(rollout.api_key_env),
         bucket_bytes=rollout.sync_bucket_bytes,
         verify_sync=rollout.verify_sync,
         timeout_s=rollout.timeout_s,
@@ -66,7 +66,12 @@ def check_servers(config: Config, found: Preflight, *, device: str) -> list[Serv
     return facts
 
 
-def _api_key(variable: str) -> str | None:
+def api_key_of(variable: str) -> str | None:
+    """The key that an environment variable holds; None where none is named.
+
+    Raises:
+        ConfigError: the variable is not set.
+    """
     if not variable:
         return None
     key = os.environ.get(variable)

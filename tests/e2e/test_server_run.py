@@ -128,12 +128,3 @@ def test_a_dead_port_is_one_error_before_anything_is_built(root):
     assert "http://127.0.0.1:9 was not healthy within rollout.server_wait_s 1 s" in errors[0]
     assert "Traceback" not in err
     assert not (root / "dead").exists()
-
-
-def test_a_key_that_is_not_set_is_one_error(root):
-    run = start(
-        root, "unset", "rollout.url=http://127.0.0.1:9", "rollout.api_key_env=NO_SUCH_KEY"
-    )  # fmt: skip
-    out, err = run.communicate(timeout=TIME_LIMIT_S)
-    assert run.returncode == 2, out + err
-    assert "rollout.api_key_env is 'NO_SUCH_KEY', and no such variable is set" in err

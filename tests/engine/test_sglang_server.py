@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -288,6 +289,25 @@ def test_a_model_of_another_depth_is_refused(settings, tiny_weights):
 def test_an_address_that_is_not_this_hosts_names_the_setting(settings):
     with pytest.raises(EngineRefused, match=r"203\.0\.113\.7.*rollout.sync_address"):
         SGLangServer(replace(settings, sync_address="203.0.113.7"))
+
+
+def test_a_server_that_hangs_is_noticed_after_the_time_and_used_again(
+    settings, launched, tiny_weights
+):
+    server = SGLangServer(settings)
+    push(server, tiny_weights, version=1)
+    before = ask(server, PROMPTS, FREE)
+    server.settings = replace(settings, timeout_s=1)
+    launched.send_signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(EngineDied, match="did not answer within 1 s while generating 6"):
+            ask(server, PROMPTS, FREE)
+    finally:
+        launched.send_signal(signal.SIGCONT)
+    server.shutdown()
+    with SGLangServer(replace(settings, wait_s=120)) as again:
+        push(again, tiny_weights, version=1)
+        assert ask(again, PROMPTS, FREE) == before
 
 
 def test_a_server_that_is_killed_while_it_generates_is_noticed_and_waited_for(
