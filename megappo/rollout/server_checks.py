@@ -198,7 +198,7 @@ def _weight_problems(client: ServerClient, wanted: WantedModel) -> list[str]:
 def _vocabulary_problems(client: ServerClient, wanted: WantedModel) -> list[str]:
     """SGLang checks the ids whose log-probs are asked for; those of a prompt could end it."""
 
-    def knows(token: int) -> str | None:
+    def refusal_of(token: int) -> str | None:
         body = {
             "input_ids": [0],
             "sampling_params": {"max_new_tokens": 1},
@@ -212,9 +212,9 @@ def _vocabulary_problems(client: ServerClient, wanted: WantedModel) -> list[str]
         return None
 
     last = wanted.vocab_size - 1
-    if (said := knows(last)) is not None:
+    if (said := refusal_of(last)) is not None:
         return [f"its vocabulary has no token {last}, and model.path's has: {said}"]
-    if knows(wanted.vocab_size) is None:
+    if refusal_of(wanted.vocab_size) is None:
         return [f"its vocabulary has more than the {wanted.vocab_size} tokens of model.path"]
     return []
 
