@@ -165,7 +165,7 @@ class EngineKeeper:
             return self._engine.sleep()
         except EngineFailure as error:
             self._engine.shutdown()
-            self._failed_asleep = _first_line(error)
+            self._failed_asleep = self._note(error)
             return 0
 
     def take_incidents(self) -> Incidents:
@@ -190,7 +190,7 @@ class EngineKeeper:
             answers = self._engine.generate(requests)
         except EngineFailure as error:
             self._num_aborted += len(requests)
-            return None, _first_line(error)
+            return None, self._note(error)
         self._num_aborted += self._engine.num_aborted - before
         return answers, None
 
@@ -256,8 +256,7 @@ class EngineKeeper:
         try:
             self._engine = self._start()
         except (EngineFailure, UserError) as error:
-            self._is_gone = isinstance(error, EngineGone)
-            return _first_line(error)
+            return self._note(error)
         return None
 
     def _load(self) -> str | None:
@@ -278,7 +277,7 @@ class EngineKeeper:
                     tensors, expected_names=self._weight_names, version=self._version
                 )
             except EngineFailure as error:
-                failure = _first_line(error)
+                failure = self._note(error)
         # Other ranks gather each of them with this one, whatever became of the engine.
         for _ in tensors:
             pass
@@ -295,8 +294,8 @@ class EngineKeeper:
         if self._context.device.type == "cuda":
             torch.cuda.empty_cache()
 
-
-def _first_line(error: EngineFailure | UserError) -> str:
-    """For messages and events; the whole, which has the end of the engine's log, goes to ours."""
-    _log.warning("%s", error)
-    return str(error).partition("\n")[0]
+    def _note(self, error: EngineFailure | UserError) -> str:
+        """First line, for messages and events; the whole, with the end of a log, goes to ours."""
+        self._is_gone = self._is_gone or isinstance(error, EngineGone)
+        _log.warning("%s", error)
+        return str(error).partition("\n")[0]

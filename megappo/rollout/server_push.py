@@ -25,9 +25,6 @@ from megappo.rollout.staging import require_finite
 from megappo.rollout.sync_check import SyncWitness
 from megappo.rollout.weight_update import checked_weights
 
-GROUP_NAME = "megappo_weights"
-"""One name for all runs, so that a run can end the group that a dead one left behind."""
-
 _ARRIVAL_TIMEOUT_S = 60.0
 _LEAVE_TIMEOUT_S = 10.0
 _LAST_WORDS_S = 5.0
@@ -37,14 +34,16 @@ _LAST_WORDS_S = 5.0
 class ServerLink:
     """The process group with one server, and the pushes that go over it."""
 
-    def __init__(self, client: ServerClient, *, timeout_s: float) -> None:
+    def __init__(self, client: ServerClient, *, name: str, timeout_s: float) -> None:
         """Nothing is joined yet.
 
         Args:
             client: of the server.
+            name: of the group; another run's has another.
             timeout_s: for one bucket.
         """
         self._client = client
+        self._name = name
         self._timeout_s = timeout_s
         self._group: UpdateGroup | None = None
 
@@ -64,7 +63,7 @@ class ServerLink:
         posted: Future[Any] | None = None
         try:
             self._group = UpdateGroup(
-                GROUP_NAME,
+                self._name,
                 address=address,
                 num_receivers=tp_size,
                 backend=backend,
@@ -77,7 +76,7 @@ class ServerLink:
                     "master_port": self._group.port,
                     "rank_offset": 1,
                     "world_size": self._group.size,
-                    "group_name": GROUP_NAME,
+                    "group_name": self._name,
                     "backend": backend,
                 },
                 "joining the group for weights",
@@ -132,7 +131,7 @@ class ServerLink:
         if witness is not None:
             ranks = read_server_checksums(self._client, witness.skipped, timeout_s=self._timeout_s)
             num_verified = witness.compare(ranks, num_kv_heads=num_kv_heads, device=device)
-        self._set_version(version)
+        self.set_version(version)
         return SyncReport(
             num_tensors=num_tensors,
             num_bytes=num_bytes,
@@ -140,13 +139,27 @@ class ServerLink:
             num_verified=num_verified,
         )
 
+    def set_version(self, version: str) -> None:
+        """Sets the version that answers carry, and reads it back."""
+        self._ask(
+            "/update_weight_version",
+            {"new_version": version, "abort_all_requests": False},
+            "setting the weight version",
+        )
+        model = self._client.get("/model_info", timeout_s=self._timeout_s, what="telling a version")
+        if model["weight_version"] != version:
+            raise EngineRefused(
+                f"weight version {version} was set, and the server {self._client.url} reports "
+                f"{model['weight_version']}"
+            )
+
     def close(self) -> None:
         """Leaves the group, and has the server leave it, which stays up. May be called twice."""
         group, self._group = self._group, None
         if group is not None:
             left = self._post(
                 "/destroy_weights_update_group",
-                {"group_name": GROUP_NAME},
+                {"group_name": self._name},
                 "leaving the group for weights",
                 timeout_s=_LEAVE_TIMEOUT_S,
             )
@@ -195,7 +208,7 @@ class ServerLink:
                 "names": [name for name, _ in bucket],
                 "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
                 "shapes": [list(tensor.shape) for _, tensor in bucket],
-                "group_name": GROUP_NAME,
+                "group_name": self._name,
                 "load_format": "flattened_bucket",
                 # Once at the end, with a check.
                 "flush_cache": False,
@@ -210,20 +223,6 @@ class ServerLink:
                 f"the server {self._client.url} did not take weights: {error}"
             ) from error
         posted.result()
-
-    def _set_version(self, version: str) -> None:
-        """Sets the version that answers carry, and reads it back."""
-        self._ask(
-            "/update_weight_version",
-            {"new_version": version, "abort_all_requests": False},
-            "setting the weight version",
-        )
-        model = self._client.get("/model_info", timeout_s=self._timeout_s, what="telling a version")
-        if model["weight_version"] != version:
-            raise EngineRefused(
-                f"weight version {version} was set, and the server {self._client.url} reports "
-                f"{model['weight_version']}"
-            )
 
 
 def buckets(

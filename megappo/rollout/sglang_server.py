@@ -3,7 +3,8 @@
 Such a server cannot be started again from here. One that is gone is waited for; when it is healthy
 again it has old weights, and gets the newest before it is asked for anything. Its answers carry the
 version of their weights, which begins with a word of this engine's own: what a restarted server, or
-one that another run has pushed to, answers is never taken for ours.
+one that another run has pushed to, answers is never taken for ours. A server serves one run at a
+time: the later one has it, and the other ends.
 
 Left out: `sleep`. A server's memory is not the trainer's.
 """
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from megappo.distributed.update_group import address_towards
 from megappo.rollout.engine import (
+    EngineGone,
     EngineRefused,
     GenerationRequest,
     SyncReport,
@@ -28,13 +30,15 @@ from megappo.rollout.engine import (
 )
 from megappo.rollout.server_checks import ServerFacts, WantedModel, inspect_server
 from megappo.rollout.server_client import ServerClient
-from megappo.rollout.server_push import GROUP_NAME, ServerLink
+from megappo.rollout.server_push import ServerLink
 from megappo.rollout.sglang_answers import body_of, completion_of, outputs_of
 from megappo.rollout.sync_check import SyncWitness
 from megappo.types import Completion
 
 _FLUSH_TIMEOUT_S = 60
 _TIDY_TIMEOUT_S = 60.0
+_PREFIX = "megappo-"
+"""Begins the word of every run, which names its group; a version is the word, a dash, a number."""
 
 _log = logging.getLogger(__name__)
 
@@ -76,13 +80,13 @@ class SGLangServer:
             self._client, settings.model, wait_s=settings.wait_s
         )
         _log.info("using the server %s", self.facts.line())
-        self._word = f"megappo-{secrets.token_hex(4)}"
+        self._word = _PREFIX + secrets.token_hex(4)
         self._weight_version = 0
         self._num_aborted = 0
         self._verified = False
         self._unusable: str | None = "no weights were pushed to the server yet"
-        self._link = ServerLink(self._client, timeout_s=settings.timeout_s)
-        self._tidy()
+        self._link = ServerLink(self._client, name=self._word, timeout_s=settings.timeout_s)
+        self._take_over()
         try:
             self._link.join(
                 address=settings.sync_address
@@ -112,6 +116,7 @@ class SGLangServer:
             EngineDied: the server is gone or does not answer.
             EngineRefused: it broke a promise: wrong weights, no token, a response that it breaks
                 off again and again.
+            EngineGone: another run has it.
             RuntimeError: it waits for a push.
         """
         if not requests:
@@ -122,6 +127,8 @@ class SGLangServer:
             check_length(number, request, self.settings.model.context_length)
         outputs, num_aborted = outputs_of(requests, self._send)
         self._num_aborted += num_aborted
+        for output in outputs:
+            self._require_no_other_run(output["meta_info"]["weight_version"])
         return [
             completion_of(
                 output,
@@ -152,11 +159,13 @@ class SGLangServer:
             ValueError: a name is unknown, missing or comes twice, or its tensor is not finite.
             EngineRefused: the server refused a part, or holds something else than what was sent.
             EngineDied: the server is gone.
+            EngineGone: another run has it.
         """
         settings = self.settings
         verify = settings.verify_sync == "always" or (
             settings.verify_sync == "first" and not self._verified
         )
+        self._require_no_other_run(self._weight_version_there())
         self._unusable = f"a push of weight version {version} did not complete"
         report = self._link.push(
             named_tensors,
@@ -212,6 +221,14 @@ class SGLangServer:
     def _version_word(self, version: int) -> str:
         return f"{self._word}-{version}"
 
+    def _require_no_other_run(self, version: str) -> None:
+        """Raises EngineGone if these weights are another run's."""
+        if version.startswith(_PREFIX) and not version.startswith(self._word):
+            raise EngineGone(
+                f"the server {self._client.url} is used by another run, which has pushed weight "
+                f"version {version} to it: give each run servers of its own"
+            )
+
     def _send(self, requests: Sequence[GenerationRequest]) -> list[dict[str, Any]]:
         outputs: list[dict[str, Any]] = self._client.post(
             "/generate",
@@ -226,13 +243,24 @@ class SGLangServer:
             )
         return outputs
 
-    def _tidy(self) -> None:
-        """Ends what a run that died left on the server; mostly there is nothing."""
-        for path, body in (
-            ("/destroy_weights_update_group", {"group_name": GROUP_NAME}),
-            ("/end_weight_update", {}),
-        ):
-            try:
-                self._client.post(path, body, timeout_s=_TIDY_TIMEOUT_S, what="tidying up")
-            except EngineRefused as error:
-                _log.debug("nothing to tidy: %s", error)
+    def _take_over(self) -> None:
+        """Makes the server this run's, and ends what the one before left on it if it died."""
+        before = self._weight_version_there()
+        if before.startswith(_PREFIX):
+            group = before.rpartition("-")[0]
+            self._tidy("/destroy_weights_update_group", {"group_name": group})
+        self._tidy("/end_weight_update", {})
+        self._link.set_version(self._version_word(self._weight_version))
+
+    def _tidy(self, path: str, body: Any) -> None:
+        try:
+            self._client.post(path, body, timeout_s=_TIDY_TIMEOUT_S, what="tidying up")
+        except EngineRefused as error:
+            _log.debug("nothing to tidy: %s", error)
+
+    def _weight_version_there(self) -> str:
+        """The version that the server's next answer would carry."""
+        model = self._client.get(
+            "/model_info", timeout_s=self.settings.timeout_s, what="telling its weight version"
+        )
+        return str(model["weight_version"])

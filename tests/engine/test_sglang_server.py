@@ -188,15 +188,33 @@ def test_a_run_that_died_in_a_push_leaves_the_server_usable(settings, tiny_weigh
         assert ask(server, PROMPTS, FREE)
 
 
-@pytest.mark.parametrize("theirs", ["default", "1", "megappo-01234567-1"])
-def test_answers_of_weights_that_are_not_ours_are_refused(server, tiny_weights, theirs):
-    before = ask(server, PROMPTS, FREE)
+def set_version(server: SGLangServer, version: str) -> None:
     server._client.post(
         "/update_weight_version",
-        {"new_version": theirs, "abort_all_requests": False},
+        {"new_version": version, "abort_all_requests": False},
         timeout_s=60,
-        what="pushing as another run",
+        what="pushing as somebody else",
     )
+
+
+def test_a_server_that_another_run_took_is_left_to_it(settings, tiny_weights):
+    first = SGLangServer(settings)
+    push(first, tiny_weights, version=1)
+    with SGLangServer(settings) as second:
+        taken = rf"{settings.url} is used by another run, .* version megappo-\w+-0"
+        with pytest.raises(EngineGone, match=taken):
+            ask(first, PROMPTS, FREE)
+        with pytest.raises(EngineGone, match=taken):
+            push(first, tiny_weights, version=2)
+        first.shutdown()
+        push(second, tiny_weights, version=1)
+        assert ask(second, PROMPTS, FREE)
+
+
+@pytest.mark.parametrize("theirs", ["default", "1"])
+def test_answers_of_weights_that_are_not_ours_are_refused(server, tiny_weights, theirs):
+    before = ask(server, PROMPTS, FREE)
+    set_version(server, theirs)
     with pytest.raises(EngineRefused, match=rf"weight version {theirs}, and version megappo-\w+-1"):
         ask(server, PROMPTS, FREE)
     push(server, tiny_weights, version=2)
