@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -10,6 +11,13 @@ import sys
 from pathlib import Path
 
 KEY = "a-key-of-this-test"
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+def _die_with_the_test() -> None:
+    """In the child: a test that is killed leaves no server behind."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class LaunchedServer:
@@ -40,7 +48,7 @@ class LaunchedServer:
         with self.log_file.open("ab") as log:
             self._process = subprocess.Popen(
                 command, env=os.environ | environment, stdout=log, stderr=log,
-                start_new_session=True,
+                start_new_session=True, preexec_fn=_die_with_the_test,
             )  # fmt: skip
 
     @property
