@@ -6,6 +6,9 @@ the engine is told address and port, and both build the group from there, as SGL
 `init_weights_update_group` expects it.
 
 The store listens on the one address that the engine is told, not on all.
+
+PyTorch has no public function for a group beside its world; both sides call the private one that
+`init_process_group` calls, which torch's pinned version holds still.
 """
 
 from __future__ import annotations
