@@ -128,7 +128,9 @@ class RolloutSection:
         0.5, "the engine's share of the device's memory", verl=R + "gpu_memory_utilization"
     )
     sync_bucket_bytes: int = opt(
-        64 * 1024 * 1024, "weights go to the engine in buckets of at most this size"
+        64 * 1024 * 1024,
+        "weights go to the engine in buckets of at most this size; shared memory for two of them "
+        "stays on the CPU, on CUDA it lasts for the push",
     )
     verify_sync: Literal["never", "first", "always"] = opt(
         "first",

@@ -168,12 +168,15 @@ class _Push:
             self._settle(0)
         except EngineDied:
             raise  # Nobody is left to close it, and trying would hide where the engine died.
-        except BaseException:
-            while self._sent:
-                self._answer(self._sent.popleft())  # the push has failed, whatever it is
-            self._close()
+        except BaseException as error:
+            self._submit_close()
+            answers = [self._answer(sent) for sent in self._sent]
+            success, message = answers[-1]
+            if not success:
+                error.add_note(f"SGLang refused to close the update: {message}")
             raise
-        self._close()
+        self._submit_close()
+        self._settle(0)
 
     def send(self, bucket: list[tuple[str, Tensor]]) -> None:
         """Packs one bucket and sends it, while the engine may still load the one before."""
@@ -210,14 +213,13 @@ class _Push:
         if reported != str(version):
             raise EngineRefused(f"weight version {version} was set, and SGLang reports {reported}")
 
-    def _close(self) -> None:
+    def _submit_close(self) -> None:
         from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
 
         self._submit(
             self._process.manager.end_weight_update(EndWeightUpdateReqInput(), None),
             "closing an update",
         )
-        self._settle(0)
 
     def _submit(
         self, request: Coroutine[Any, Any, tuple[bool, str]], what: str, *, slot: Slot | None = None

@@ -17,7 +17,7 @@ from conftest import CONTEXT, VOCABULARY, settings_for
 from transformers import Qwen2ForCausalLM
 
 from megappo.errors import ModelError, UserError
-from megappo.rollout.engine import GenerationRequest, response_text
+from megappo.rollout.engine import EngineRefused, GenerationRequest, response_text
 from megappo.rollout.sampling import SamplingSettings, end_token_ids, sample_seed
 from megappo.rollout.sglang_attention import MAX_PADDED_TOKENS
 from megappo.rollout.sglang_engine import SGLangEngine
@@ -286,6 +286,41 @@ def test_a_tensor_that_is_not_finite_is_refused_by_name(engine, tiny_weights, ba
         push_names(engine, broken, broken)
     with pytest.raises(RuntimeError, match="did not complete"):
         ask(engine, PROMPTS, GREEDY)
+
+
+def test_a_push_that_fails_after_many_buckets_leaves_an_engine_that_takes_another(
+    engine, tiny_weights, monkeypatch
+):
+    monkeypatch.setattr(engine, "settings", replace(engine.settings, bucket_bytes=20_000))
+    name = list(tiny_weights)[-1]
+    broken = {**tiny_weights, name: torch.full_like(tiny_weights[name], float("nan"))}
+    with pytest.raises(ValueError, match=rf"'{name}' has .* elements that are NaN"):
+        push_names(engine, broken, broken)
+    push_names(engine, tiny_weights, tiny_weights)
+    assert ask(engine, PROMPTS, GREEDY)
+
+
+def test_a_bucket_that_sglang_refuses_is_an_error_that_names_its_weights(
+    engine, tiny_weights, monkeypatch
+):
+    from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
+
+    monkeypatch.setattr(engine, "settings", replace(engine.settings, bucket_bytes=20_000))
+    process = engine._process
+
+    def with_an_update_that_ends_early():
+        for number, item in enumerate(tiny_weights.items()):
+            if number == len(tiny_weights) // 2:
+                end = process.manager.end_weight_update(EndWeightUpdateReqInput(), None)
+                assert process.call(end, timeout_s=60, what="testing")[0]
+            yield item
+
+    with pytest.raises(EngineRefused, match=r"refused loading \d+ weights from \S+ to .* between"):
+        engine.update_weights(
+            with_an_update_that_ends_early(), expected_names=set(tiny_weights), version=99
+        )
+    push_names(engine, tiny_weights, tiny_weights)
+    assert ask(engine, PROMPTS, GREEDY)
 
 
 def test_large_finite_weights_are_sent(engine, tiny_weights):
