@@ -3,27 +3,29 @@
     python -m tools.bench.sync                       # 10M and 135M parameters, float32, CPU
     python -m tools.bench.sync --sizes 500M --json out.json
 
-A push writes every byte twice, into shared memory and from there into the engine's parameters, and
-reads it once to refuse NaN; so two copies are the least that can be hoped for. Each round times one
-copy of all tensors into buffers that exist already and then one push, as a run makes it after its
-first (without checksums, with the flush of the cache). Left out: gathering over TP and PP, which a
-run adds.
+The plain copy is one `copy_` of all weights, which lie in one piece of memory, into another piece
+whose pages exist already, on one thread. Each round times one of these and then one push, as a run
+makes it after its first (without checksums, with the flush of the cache), also on one thread a
+process. A push writes every byte twice, into shared memory and from there into the engine's
+parameters, and looks for NaN; so two copies are the least where the engine cannot load one bucket
+while the next is packed. Left out: gathering over TP and PP, which a run adds.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
+import os
 import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from megappo.config.sections import RolloutSection
 from megappo.rollout.sglang_engine import EngineSettings, SGLangEngine
@@ -40,22 +42,19 @@ class Result:
     bucket_bytes: int
     copy_s: float
     push_s: float
+    ratio: float
+    """Push over copy, of each round."""
     verified_push_s: float
     """Of the one push with checksums."""
-
-    @property
-    def ratio(self) -> float:
-        """Push over copy."""
-        return self.push_s / self.copy_s
+    load: float
+    """Processes that wanted to run on this machine, over the last minute, at the end."""
 
 
 def measure(size: str, *, bucket_bytes: int, rounds: int) -> Result:
     """Starts an engine of this size and pushes into it."""
     with tempfile.TemporaryDirectory() as name:
         folder = make_random_model(Path(name) / "model", size)
-        weights = {
-            key: tensor.clone() for key, tensor in load_file(folder / "model.safetensors").items()
-        }
+        memory, weights = in_one_piece(load_file(folder / "model.safetensors"))
         settings = EngineSettings(
             model_path=folder,
             log_file=Path(name) / "engine.log",
@@ -67,13 +66,22 @@ def measure(size: str, *, bucket_bytes: int, rounds: int) -> Result:
             verify_sync="first",
         )
         with SGLangEngine(settings) as engine:
-            return _measure(engine, size, weights, rounds)
+            return measure_engine(engine, size, memory, weights, rounds)
 
 
-def _measure(
-    engine: SGLangEngine, size: str, weights: dict[str, torch.Tensor], rounds: int
+def in_one_piece(weights: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Memory that holds copies of all tensors, which have one dtype; and the copies, its views."""
+    memory = torch.cat([tensor.reshape(-1) for tensor in weights.values()])
+    parts = memory.split([tensor.numel() for tensor in weights.values()])
+    named = zip(weights.items(), parts, strict=True)
+    return memory, {name: part.view(tensor.shape) for (name, tensor), part in named}
+
+
+def measure_engine(
+    engine: SGLangEngine, size: str, memory: Tensor, weights: dict[str, Tensor], rounds: int
 ) -> Result:
-    targets = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
+    """Pushes into an engine; one round of warm-up is not counted."""
+    target = torch.empty_like(memory)
 
     def push() -> float:
         version = engine.weight_version + 1
@@ -85,18 +93,20 @@ def _measure(
     copies, pushes = [], []
     for _ in range(rounds + 1):
         start = time.perf_counter()
-        for name, tensor in weights.items():
-            targets[name].copy_(tensor)
+        target.copy_(memory)
         copies.append(time.perf_counter() - start)
         pushes.append(push())
+    del copies[0], pushes[0]  # the first copy touches the target's pages
     return Result(
         size=size,
         num_tensors=len(weights),
-        num_bytes=sum(tensor.nbytes for tensor in weights.values()),
+        num_bytes=memory.nbytes,
         bucket_bytes=engine.settings.bucket_bytes,
-        copy_s=statistics.median(copies[1:]),  # the first touches the buffers' pages
-        push_s=statistics.median(pushes[1:]),
+        copy_s=statistics.median(copies),
+        push_s=statistics.median(pushes),
+        ratio=statistics.median(push / copy for push, copy in zip(pushes, copies, strict=True)),
         verified_push_s=verified,
+        load=os.getloadavg()[0],
     )
 
 
@@ -104,13 +114,13 @@ def table(results: Sequence[Result]) -> str:
     """Markdown."""
     lines = [
         "| parameters | tensors | bytes | bucket | plain copy | push | push / copy "
-        "| push with checksums |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        "| push with checksums | load |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     lines += [
         f"| {r.size} | {r.num_tensors} | {r.num_bytes / 1e6:.0f} MB | {r.bucket_bytes >> 20} MiB "
-        f"| {r.copy_s * 1e3:.0f} ms | {r.push_s * 1e3:.0f} ms | {r.ratio:.2f} "
-        f"| {r.verified_push_s * 1e3:.0f} ms |"
+        f"| {r.copy_s * 1e3:.1f} ms | {r.push_s * 1e3:.1f} ms | {r.ratio:.2f} "
+        f"| {r.verified_push_s * 1e3:.0f} ms | {r.load:.1f} |"
         for r in results
     ]
     return "\n".join(lines)
@@ -120,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=["10M", "135M"])
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument(
         "--bucket-bytes", type=int, default=RolloutSection().sync_bucket_bytes, help="as in a run"
     )
@@ -133,8 +143,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ]
     print(table(results))
     if arguments.json:
-        rows = [{**dataclasses.asdict(r), "ratio": r.ratio} for r in results]
-        arguments.json.write_text(json.dumps(rows, indent=1))
+        arguments.json.write_text(json.dumps([asdict(r) for r in results], indent=1))
 
 
 if __name__ == "__main__":
