@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 MARKER = "MEGAPPO_KILLED_RUN"
 POLL_S = 0.002
@@ -188,10 +189,20 @@ def contents(run_dir: Path) -> dict[str, str]:
     folders = ("actor_hf", "rollouts", f"checkpoints/{latest}")
     files = [p for folder in folders for p in (run_dir / folder).rglob("*") if p.is_file()]
     return {
-        str(p.relative_to(run_dir)): hashlib.sha256(p.read_bytes()).hexdigest()
+        str(p.relative_to(run_dir)): hashlib.sha256(_content(p)).hexdigest()
         for p in files
         if p.name != ".metadata"
     }
+
+
+def _content(path: Path) -> bytes:
+    """A file's bytes; of Megatron's common state, which is numbers and words, what they say.
+
+    Pickle writes an object that occurs twice once, and a resumed run has read some twice.
+    """
+    if path.name == "common.pt":
+        return repr(torch.load(path, weights_only=True)).encode()
+    return path.read_bytes()
 
 
 def differences(found: Path, expected: Path) -> list[str]:
