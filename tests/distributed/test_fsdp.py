@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from megappo.cli import main
 from tests.distributed.launch import run_ranks
 from tests.distributed.tiny_models import MOE_MODELS, save_tiny_model
 from tests.tiny_run import make_run
@@ -115,6 +116,21 @@ def test_a_loaded_checkpoint_trains_on_bit_for_bit(ranks, kind, target):
         assert run[f"{target}_lr"] == run["saved_lr"]
         assert run[f"{target}_norms"] == run["norms"][2]
         assert_equal(run[f"{target}_after"], run["after"])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_checkpoint_converts_to_the_weights_that_the_run_exports(root, tmp_path, dtype):
+    expected = read(root, dtype)[0]["fsdp"]["saved"]
+    for role, prefix in (("actor", ""), ("critic", "critic.")):
+        out = tmp_path / role
+        command = ["to-hf", str(root / dtype / "fsdp"), str(out), "--like", str(root / "model")]
+        assert main(["convert", *command, "--role", role, "--dtype", dtype]) == 0
+        wanted = {
+            name.removeprefix("critic."): tensor
+            for name, tensor in expected.items()
+            if name.startswith("critic.") == bool(prefix)
+        }
+        assert_equal(load_file(out / "model.safetensors"), wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

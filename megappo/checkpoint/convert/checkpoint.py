@@ -162,6 +162,10 @@ class CheckpointTensors:
             self._last = (source.name, split_full(full, entry, self.spec))
         yield self._last[1][source.part].contiguous()
 
+    def parameter_names(self) -> list[str]:
+        """Canonical names, in the order of the layers."""
+        return list(self._table)
+
     def parameter(self, name: str) -> Tensor:
         """A Megatron parameter by its canonical name, whole and with the vocabulary's padding."""
         return self._read(name, 0, self._num_rows(name))

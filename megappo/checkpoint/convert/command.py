@@ -167,7 +167,11 @@ def _run(
         _say("dry run    nothing was written")
         return EXIT_DONE
     progress = Progress(made.total_bytes)
-    convert(progress)
+    try:
+        convert(progress)
+    except KeyboardInterrupt:
+        sys.stderr.write(f"stopped: nothing is left of {args.out}\n")
+        return EXIT_FAILED
     elapsed_s = progress.close()
     speed = size_text(int(made.total_bytes / max(elapsed_s, 1e-9)))
     _say(f"done       {args.out}, {elapsed_s:.1f} s, {speed}/s")

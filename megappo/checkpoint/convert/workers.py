@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
@@ -46,13 +47,14 @@ def run_jobs(
         results = _collect(connections, progress)
     finally:
         for process in processes:
-            process.kill() if process.is_alive() else None
+            process.kill()
             process.join()
     return [results[j % len(shares)][j // len(shares)] for j in range(len(jobs))]
 
 
 def _serve(connection: Connection, work: Callable[[Any, Report], Any], jobs: Sequence[Any]) -> None:
     """A worker: sends byte counts, then its results or the error that ended it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends the workers
     try:
         connection.send([work(job, connection.send) for job in jobs])
     except Exception as error:  # handed on whole: the parent raises it

@@ -1,5 +1,5 @@
-"""Trains a step in a layout and saves it three ways: as a run does, a file a rank as Megatron-LM's
-legacy format has it, and as the Hugging Face tensors that this run itself exports.
+"""Trains a step in a layout and saves it as a run does, as Megatron-LM does in its two formats, and
+as the Hugging Face tensors that this run itself exports.
 """
 
 from __future__ import annotations
@@ -45,7 +45,28 @@ def main() -> None:
     if context.rank == 0:
         torch.save(exported, arguments.out / "exported.pt")
     save_legacy(arguments.out / "legacy", actor.trainable.chunks, context, specs["actor"])
+    save_torch_dist(arguments.out / "megatron_lm", actor.trainable.chunks, context)
     parallel.stop(context)
+
+
+def save_torch_dist(root: Path, chunks: Any, context: Any) -> None:
+    """What Megatron-LM writes by default: layers joined, and experts in the dim behind."""
+    from megatron.core import dist_checkpointing
+    from megatron.core import parallel_state as ps
+
+    folder = root / "iter_0000007"
+    if context.rank == 0:
+        folder.mkdir(parents=True)
+        (root / "latest_checkpointed_iteration.txt").write_text("7")
+    parallel.barrier(context)
+    metadata = {"dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True)}
+    state: dict[str, Any] = {"args": argparse.Namespace(world_size=context.world_size)}
+    for i, chunk in enumerate(chunks):
+        # Ours is a list, one entry a layer; as a number Megatron may join the layers.
+        chunk.module.config.moe_layer_freq = 1
+        key = "model" if len(chunks) == 1 else f"model{i}"
+        state[key] = chunk.module.sharded_state_dict(metadata=metadata)
+    dist_checkpointing.save(state, str(folder), content_metadata={"singleton_local_shards": False})
 
 
 def save_legacy(root: Path, chunks: Any, context: Any, spec: Any) -> None:
