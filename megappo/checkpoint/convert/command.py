@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from megappo.checkpoint.convert import to_hf, to_megatron
+from megappo.checkpoint.convert.file_layout import Layout
 from megappo.checkpoint.convert.output import Progress, check_output, check_space, size_text
 from megappo.checkpoint.convert.place import find_place
 from megappo.errors import EXIT_DONE, EXIT_FAILED, CheckpointError
@@ -113,7 +114,7 @@ def _size(text: str) -> int:
 def _to_megatron(args: argparse.Namespace) -> int:
     made = to_megatron.plan(
         args.source,
-        layout=to_megatron.Layout(tp=args.tp, pp=args.pp, ep=args.ep),
+        layout=Layout(tp=args.tp, pp=args.pp, ep=args.ep),
         dtype=DTYPES.get(args.dtype),
         max_file_bytes=args.max_file_size,
     )
@@ -160,7 +161,8 @@ def _run(
         raise CheckpointError(f"--workers must be 1 or more, not {args.workers}")
     for line in made.lines():
         _say(line)
-    check_output(args.out, overwrite=args.overwrite)
+    sources = [args.source, args.like] if "like" in args else [args.source]
+    check_output(args.out, overwrite=args.overwrite, sources=sources)
     check_space(args.out, made.needed_bytes)
     _say(f"needed     {size_text(made.needed_bytes)} for {args.out}")
     if args.dry_run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +18,7 @@ from megappo.checkpoint.convert.place import Place
 from megappo.checkpoint.convert.raw import num_bytes
 from megappo.checkpoint.convert.safe_load import safe_load
 from megappo.checkpoint.convert.torch_dist_source import COMMON_FILE, TorchDistTensors
-from megappo.errors import CheckpointError
+from megappo.errors import CheckpointError, ModelError
 
 Row = tuple[str, tuple[int, ...], torch.dtype]
 
@@ -51,7 +52,16 @@ def _of_hf(place: Place) -> list[str]:
     with HFTensors(place.folder) as tensors:
         rows = [(n, tensors.shape(n), tensors.dtype(n)) for n in sorted(tensors.names())]
     files = len(list(place.folder.glob("*.safetensors")))
-    head = ["format     Hugging Face", f"folder     {place.folder}", f"files      {files}"]
+    try:
+        config = json.loads((place.folder / "config.json").read_text(encoding="utf-8"))
+        kind, layers = config.get("model_type"), config.get("num_hidden_layers")
+    except (ValueError, AttributeError) as error:
+        raise ModelError(f"{place.folder / 'config.json'} cannot be read: {error}") from error
+    head = [
+        f"format     Hugging Face, {kind}, {layers} layers",
+        f"folder     {place.folder}",
+        f"files      {files}",
+    ]
     return [*head, *_summary(rows)]
 
 

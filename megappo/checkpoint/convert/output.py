@@ -7,25 +7,43 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from megappo.checkpoint.convert.place import RELEASE
 from megappo.errors import CheckpointError
 from megappo.models.hf_folder import flush
 
 
-def check_output(out: Path, *, overwrite: bool) -> None:
-    """Refuses a path that is taken.
+def check_output(out: Path, *, overwrite: bool, sources: Sequence[Path]) -> None:
+    """Refuses a path that is taken, or that may not be replaced.
+
+    Args:
+        out: Folder to make.
+        overwrite: It may replace a model or a checkpoint that a conversion made.
+        sources: Folders that are read; none of them is replaced.
 
     Raises:
-        CheckpointError: it exists and `overwrite` is not given, or it is no folder.
+        CheckpointError: it exists and `overwrite` is not given, or it is something else.
     """
+    for source in sources:
+        if out.resolve() in (source.resolve(), *source.resolve().parents):
+            raise CheckpointError(f"{out} is, or holds, {source}, which is read; choose another")
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise CheckpointError(f"{out} is no folder that could be replaced; choose another path")
     if out.exists() and not overwrite:
         raise CheckpointError(f"{out} exists; give --overwrite to replace it, or another path")
+    if out.exists() and any(out.iterdir()) and not any((out / name).exists() for name in _OURS):
+        raise CheckpointError(
+            f"{out} holds neither a Hugging Face model nor a converted checkpoint, so it is not "
+            "replaced; choose another path, or remove it"
+        )
+
+
+_OURS = ("config.json", RELEASE)
+"""What one of is in a folder that a conversion made."""
 
 
 def check_space(out: Path, needed_bytes: int) -> None:

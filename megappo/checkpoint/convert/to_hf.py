@@ -121,7 +121,7 @@ def convert(
     Raises:
         CheckpointError: `out` exists, or the disk has not enough room.
     """
-    check_output(out, overwrite=overwrite)
+    check_output(out, overwrite=overwrite, sources=(made.place.folder, made.like))
     check_space(out, made.needed_bytes)
     with new_folder(out) as folder:
         copy_side_files(made.like, folder)

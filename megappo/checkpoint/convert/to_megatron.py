@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from megappo.checkpoint.convert.checkpoint import full_shape, parameters
+from megappo.checkpoint.convert.file_layout import Layout
 from megappo.checkpoint.convert.hf_source import HFTensors
 from megappo.checkpoint.convert.output import (
     Progress,
@@ -54,44 +55,6 @@ VOCAB_MULTIPLE = 128
 `--make-vocab-size-divisible-by`); a load takes any padding."""
 
 _EXPERT_MARK = ".mlp.experts.linear_fc"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """For which ranks the files are cut."""
-
-    tp: int = 1
-    pp: int = 1
-    ep: int = 1
-
-    def check(self, spec: ModelSpec) -> None:
-        """Whether Megatron can split the model so.
-
-        Raises:
-            ModelError: with the first number that does not divide.
-        """
-        if min(self.tp, self.pp, self.ep) < 1:
-            raise ModelError(f"--tp {self.tp}, --pp {self.pp} and --ep {self.ep} must be 1 or more")
-        splits = [("query heads", spec.num_heads, self.tp, "--tp")]
-        if spec.num_kv_heads > self.tp:
-            splits.append(("key-value heads", spec.num_kv_heads, self.tp, "--tp"))
-        else:  # Megatron gives several ranks the same head
-            splits.append(("tensor-parallel ranks", self.tp, spec.num_kv_heads, "--tp"))
-        if not all(spec.has_experts(layer) for layer in range(spec.num_layers)):
-            splits.append(("MLP columns", spec.ffn_hidden_size, self.tp, "--tp"))
-        if spec.num_experts:
-            splits.append(("columns of an expert", spec.moe_ffn_hidden_size, self.tp, "--tp"))
-            splits.append(("experts", spec.num_experts, self.ep, "--ep"))
-        elif self.ep > 1:
-            raise ModelError(f"--ep {self.ep}: this {spec.model_type} model has no experts")
-        for what, count, parts, option in splits:
-            if count % parts:
-                raise ModelError(
-                    f"{option} {getattr(self, option[2:])} does not fit the model: {count} {what} "
-                    f"do not divide by {parts}"
-                )
-        if self.pp > spec.num_layers:
-            raise ModelError(f"--pp {self.pp} is more than the model's {spec.num_layers} layers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +172,7 @@ def convert(
     Raises:
         CheckpointError: `out` exists, or the disk has not enough room.
     """
-    check_output(out, overwrite=overwrite)
+    check_output(out, overwrite=overwrite, sources=(made.source,))
     check_space(out, made.needed_bytes)
     with new_folder(out) as folder:
         release = folder / RELEASE

@@ -349,9 +349,22 @@ def test_an_output_that_exists_is_kept_unless_overwrite_is_given(model, tmp_path
     assert run("to-megatron", model, out) == 2
     assert f"{out} exists; give --overwrite" in capsys.readouterr().err
     assert (out / "mine").read_text() == "precious"
+    assert run("to-megatron", model, out, "--overwrite") == 2
+    assert "so it is not replaced" in capsys.readouterr().err
+    assert (out / "mine").read_text() == "precious"
+    (out / "mine").rename(out / "config.json")
     assert run("to-megatron", model, out, "--overwrite") == 0
     assert sorted(p.name for p in out.iterdir()) == ["latest_checkpointed_iteration.txt", "release"]
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
+def test_what_is_read_is_never_replaced(model, tmp_path, capsys):
+    source = tmp_path / "models" / "one"
+    shutil.copytree(model, source)
+    for out in (source, source.parent, tmp_path):
+        assert run("to-megatron", source, out, "--overwrite") == 2
+        assert f"{out} is, or holds, {source}, which is read" in capsys.readouterr().err
+    assert_same_bits(model, source)
 
 
 @pytest.mark.parametrize(
