@@ -17,7 +17,8 @@ from __future__ import annotations
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ class Plan:
     dropped: tuple[str, ...]
     """Tensors of the folder that follow from others."""
 
-    @property
+    @cached_property
     def total_bytes(self) -> int:
         """Of the tensors in the checkpoint, padding included."""
         table = parameters(self.spec, self.head)
@@ -95,7 +96,7 @@ class Plan:
         multiple = VOCAB_MULTIPLE * self.layout.tp
         return -(-self.spec.vocab_size // multiple) * multiple
 
-    @property
+    @cached_property
     def is_stacked(self) -> bool:
         """All layers have the same parameters, so each is one tensor over all layers."""
         rests = [set[str]() for _ in range(self.spec.num_layers)]
@@ -161,7 +162,7 @@ def plan(
     )
     sizes = {name: num_bytes(made.shape(table[name]), dtypes[name]) for name in table}
     parts = _split(list(table), sizes, spec, layout.pp, max_file_bytes)
-    return Plan(**{**made.__dict__, "parts": parts})
+    return replace(made, parts=parts)
 
 
 def convert(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +66,7 @@ class TorchDistTensors:
         self._stack = ExitStack()
         self._files: dict[str, RawFile] = {}
         self._located: dict[tuple[str, int], Archived] = {}
+        self._entries: dict[tuple[str, int], dict[tuple[int, ...], list[Chunk]]] = {}
         self._check_files()
 
     def __enter__(self) -> TorchDistTensors:
@@ -107,7 +110,7 @@ class TorchDistTensors:
             start, stop, shape = 0, 1, (1,)
         out = torch.empty((max(stop - start, 0), *shape[1:]), dtype=tensor.dtype)
         filled = 0
-        for chunk in tensor.chunks:
+        for chunk in self._chunks_of(piece):
             filled += self._copy(chunk, piece, start, stop, out)
         if filled != out.numel():
             raise CheckpointError(
@@ -115,6 +118,18 @@ class TorchDistTensors:
                 f"{list(tensor.shape)}; copy the checkpoint again"
             )
         return out.reshape(()) if not self.shape(piece) else out
+
+    def _chunks_of(self, piece: Piece) -> Sequence[Chunk]:
+        """Those that may hold a piece; a stack of layers and experts has thousands that do not."""
+        chunks, depth = self.tensors[piece.key].chunks, len(piece.index)
+        if (piece.key, depth) not in self._entries:
+            entries: dict[tuple[int, ...], list[Chunk]] = defaultdict(list)
+            if all(set(chunk.sizes[:depth]) <= {1} for chunk in chunks):
+                for chunk in chunks:
+                    entries[chunk.offsets[:depth]].append(chunk)
+            self._entries[piece.key, depth] = dict(entries)
+        known = self._entries[piece.key, depth]
+        return known.get(piece.index, ()) if known else chunks
 
     def _copy(self, chunk: Chunk, piece: Piece, start: int, stop: int, out: Tensor) -> int:
         """Fills the part of `out` that the chunk has; returns its number of elements."""

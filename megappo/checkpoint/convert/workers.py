@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
 from megappo.checkpoint.convert.output import Progress
+from megappo.errors import CheckpointError
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -70,8 +71,8 @@ def _collect(connections: Sequence[Connection], progress: Progress) -> list[list
             try:
                 message = ready.recv()
             except EOFError as error:
-                raise RuntimeError(
-                    "a worker process died without a word (killed, or out of memory)"
+                raise CheckpointError(
+                    "a worker process was killed, or ran out of memory; try fewer --workers"
                 ) from error
             if isinstance(message, int):
                 progress.add(message)

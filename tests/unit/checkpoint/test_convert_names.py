@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 from megappo.checkpoint.convert.checkpoint import CheckpointTensors
 from megappo.checkpoint.convert.disk_names import Piece, find
 from megappo.checkpoint.convert.place import find_place
+from megappo.checkpoint.convert.torch_dist_source import TorchDistTensors
+from megappo.checkpoint.convert.torch_dist_writer import DistcpFiles, write_metadata
 from megappo.cli import main
 from megappo.errors import CheckpointError
 from megappo.models.spec import load_spec
@@ -133,3 +135,39 @@ def test_legacy_files_of_tp_and_ep_ranks_with_transformer_engines_names(model, t
     (legacy / "mp_rank_01_001").rmdir()
     assert main([*command, "--overwrite"]) == 2
     assert "1 of 2 x 1 x 2 (TP x PP x EP) ranks are missing" in capsys.readouterr().err
+
+
+def test_chunks_that_span_layers_are_read_like_those_of_one(tmp_path):
+    """Another writer may put several layers into one chunk, or cut columns."""
+    import torch.distributed.checkpoint as dcp
+
+    stack = torch.arange(3 * 4 * 6, dtype=torch.float32).reshape(3, 4, 6)
+    dcp.save({"decoder.layers.x": stack.clone()}, checkpoint_id=str(tmp_path), no_dist=True)
+    with TorchDistTensors(tmp_path) as tensors:
+        for layer in range(3):
+            found = tensors.read(Piece("decoder.layers.x", (layer,)), 1, 3)
+            assert torch.equal(found, stack[layer, 1:3])
+        assert torch.equal(tensors.read(Piece("decoder.layers.x"), 1, 3), stack[1:])
+
+
+def test_chunks_by_columns_and_rows_are_put_together(tmp_path):
+    whole = torch.arange(48, dtype=torch.float32).reshape(6, 8)
+    with DistcpFiles(tmp_path, 0) as files:
+        for slot, rows, columns in ((0, 0, 0), (1, 0, 5), (0, 4, 0), (1, 4, 5)):
+            box = whole[rows : rows + 4, columns : columns + 5][: 6 - rows, : 8 - columns]
+            files.add(slot, "a", (6, 8), (rows, columns), box)
+        files.add(0, "scalar", (), (), torch.tensor(7.0))
+    write_metadata(tmp_path, files.written, {})
+    with TorchDistTensors(tmp_path) as tensors:
+        assert torch.equal(tensors.read(Piece("a"), 0, 6), whole)
+        assert torch.equal(tensors.read(Piece("a"), 3, 5), whole[3:5])
+        assert tensors.read(Piece("scalar"), 0, 1) == 7.0
+
+
+def test_a_tensor_that_is_stored_transposed_is_read_by_its_strides(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    turned = torch.arange(12, dtype=torch.bfloat16).reshape(3, 4).T
+    dcp.save({"a": turned}, checkpoint_id=str(tmp_path), no_dist=True)
+    with TorchDistTensors(tmp_path) as tensors:
+        assert torch.equal(tensors.read(Piece("a"), 1, 4), turned[1:4])
