@@ -9,9 +9,12 @@ token, g inner size of one. A multiply-add is two operations.
                         + 2 * 3 h f        SwiGLU: gate, up and down
                   or, with experts,
                         + 2 h E + K * 2 * 3 h g    router, and the chosen experts
+                        + 2 * 3 h s                shared experts of s together
     per token             2 h V            output projection to the vocabulary
     per layer and pair    2 * 2 q d        scores and weighted values, for each (query, key) pair;
                                            causal attention has n (n + 1) / 2 pairs
+
+Latent attention has other projections, by its own sizes, and values of v dims: 2 q (d + v) a pair.
 
 As Narayanan et al. 2021 ("Efficient large-scale language model training on GPU clusters using
 Megatron-LM", appendix), with grouped key-value heads, SwiGLU, and the half of the attention matrix
@@ -45,22 +48,36 @@ class SequenceCost:
         projection is a small part of the work.
         """
         queries = spec.num_heads * spec.head_dim
-        keys = spec.num_kv_heads * spec.head_dim
-        projections = 2 * spec.hidden_size * (queries + 2 * keys) + 2 * queries * spec.hidden_size
+        values = queries if spec.latent is None else spec.num_heads * spec.latent.value_dim
+        projections = 2 * _attention_weights(spec)
         mlp = 2 * 3 * spec.hidden_size * spec.ffn_hidden_size
         experts = 2 * spec.hidden_size * spec.num_experts + spec.experts_per_token * (
             2 * 3 * spec.hidden_size * spec.moe_ffn_hidden_size
         )
+        experts += 2 * 3 * spec.hidden_size * spec.shared_ffn_hidden_size
         num_moe = sum(spec.has_experts(layer) for layer in range(spec.num_layers))
         return cls(
             per_token=spec.num_layers * projections
             + (spec.num_layers - num_moe) * mlp
             + num_moe * experts
             + 2 * spec.hidden_size * spec.vocab_size,
-            per_pair=spec.num_layers * 2 * 2 * queries,
+            per_pair=spec.num_layers * 2 * (queries + values),
         )
 
     def __call__(self, num_tokens: int) -> float:
         """Operations of one forward pass; exact below 2 ** 53."""
         pairs = num_tokens * (num_tokens + 1) // 2
         return float(num_tokens * self.per_token + pairs * self.per_pair)
+
+
+def _attention_weights(spec: ModelSpec) -> int:
+    """Elements of the matrices of one layer's attention that multiply each token."""
+    hidden, queries = spec.hidden_size, spec.num_heads * spec.head_dim
+    if spec.latent is None:
+        return hidden * (2 * queries + 2 * spec.num_kv_heads * spec.head_dim)
+    latent, small = spec.latent, spec.latent.key_value_rank
+    rank = latent.query_rank
+    query = hidden * queries if rank is None else rank * (hidden + queries)
+    down = hidden * (small + latent.rotary_dim)
+    up = small * spec.num_heads * (latent.plain_dim + latent.value_dim)
+    return query + down + up + spec.num_heads * latent.value_dim * hidden

@@ -60,6 +60,7 @@ def install(device: str) -> None:
     _patch_rng_tracker()
     _patch_norm()
     _patch_rope()
+    _patch_latent_attention()
     _patch_moe()
     _patch_adam()
 
@@ -311,6 +312,14 @@ def _patch_rope() -> None:
 
     rope_utils.get_pos_emb_on_this_cp_rank = on_this_rank
     rotary_pos_embedding.get_pos_emb_on_this_cp_rank = on_this_rank
+
+
+def _patch_latent_attention() -> None:
+    # multi_latent_attention.py:49 takes importable names for a sign of Transformer Engine, though
+    # they are mocks without it; :185 then asks whether a layer is an instance of one.
+    from megatron.core.transformer import multi_latent_attention
+
+    multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
 
 
 def _patch_moe() -> None:

@@ -2,7 +2,7 @@
 
 Megatron is imported inside the functions: `cpu_backend.install` must come first, and
 `check_layout` and `padded_vocab_size` serve `megappo check` and the planner, which do without it.
-Experts are described in `moe`. Left out: multi-latent attention, weights kept in fp8.
+Experts are described in `moe`. Left out: layers that predict several tokens, weights kept in fp8.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from megappo.errors import ModelError
-from megappo.models.moe import check_experts, moe_settings
+from megappo.models.latent_attention import name_norms_in_checkpoints, use_whole_projections
+from megappo.models.moe import check_experts, keep_router_bias_exact, moe_settings
 from megappo.models.name_map import Head
 from megappo.models.rope import inverse_frequencies
 from megappo.models.spec import ModelSpec
@@ -162,7 +163,10 @@ def transformer_config(
     Raises:
         ModelError: the model does not divide over the layout.
     """
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import (
+        MLATransformerConfig,
+        TransformerConfig,
+    )
 
     check_layout(
         spec,
@@ -176,7 +180,8 @@ def transformer_config(
     )
     on_cuda = device == "cuda"
     full = {"recompute_method": "uniform", "recompute_num_layers": 1} if recompute == "full" else {}
-    return TransformerConfig(
+    scaled = spec.rope.embedding_scale != 1.0
+    config = (TransformerConfig if spec.latent is None else MLATransformerConfig)(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
         ffn_hidden_size=spec.ffn_hidden_size,
@@ -184,7 +189,7 @@ def transformer_config(
         num_query_groups=spec.num_kv_heads,
         kv_channels=spec.head_dim,
         add_qkv_bias=spec.qkv_bias,
-        qk_layernorm=spec.qk_norm,
+        qk_layernorm=spec.qk_norm or spec.latent is not None,
         add_bias_linear=False,
         normalization="RMSNorm",
         layernorm_epsilon=spec.norm_eps,
@@ -218,7 +223,8 @@ def transformer_config(
         transformer_impl="transformer_engine" if on_cuda else "local",
         bias_activation_fusion=on_cuda,
         bias_dropout_fusion=on_cuda,
-        apply_rope_fusion=on_cuda,
+        # The fused kernels know neither a factor on sines and cosines nor latent plain RoPE.
+        apply_rope_fusion=on_cuda and not scaled and spec.latent is None,
         masked_softmax_fusion=on_cuda,
         gradient_accumulation_fusion=gradient_accumulation_fusion,
         persist_layer_norm=on_cuda,
@@ -226,7 +232,30 @@ def transformer_config(
         recompute_granularity=None if recompute == "none" else recompute,
         **full,
         **moe_settings(spec, tp=tp, ep=ep, etp=etp, on_cuda=on_cuda),
+        **_latent_settings(spec),
     )
+    if scaled:
+        # Where attention.py:1102 looks for the factor on sines and cosines.
+        config.yarn_rotary_scaling_factor = spec.rope.parameters["factor"]
+    return config
+
+
+def _latent_settings(spec: ModelSpec) -> dict[str, Any]:
+    """Arguments of MLATransformerConfig that describe latent attention; none without it."""
+    if spec.latent is None:
+        return {}
+    parameters = spec.rope.parameters
+    return {
+        "q_lora_rank": spec.latent.query_rank,
+        "kv_lora_rank": spec.latent.key_value_rank,
+        "qk_head_dim": spec.latent.plain_dim,
+        "qk_pos_emb_head_dim": spec.latent.rotary_dim,
+        "v_head_dim": spec.latent.value_dim,
+        # Frequencies are ours; of these numbers Megatron takes the factor on query-key products.
+        "rope_type": "rope",
+        "rotary_scaling_factor": parameters.get("factor", 1.0),
+        "mscale_all_dim": parameters.get("mscale_all_dim", 0.0),
+    }
 
 
 def build_chunk(
@@ -258,7 +287,7 @@ def build_chunk(
 
     chunk = GPTModel(
         config=config,
-        transformer_layer_spec=_block_spec(config, vp_stage),
+        transformer_layer_spec=_block_spec(spec, config, vp_stage),
         vocab_size=padded_vocab_size(spec.vocab_size, tp=config.tensor_model_parallel_size),
         max_sequence_length=spec.max_positions,
         pre_process=pre_process,
@@ -268,17 +297,29 @@ def build_chunk(
         position_embedding_type="rope",
         vp_stage=vp_stage,
     )
+    if spec.latent is not None and config.use_cpu_initialization:
+        use_whole_projections(chunk)
     _mark_sharded_parameters(chunk)
     # Megatron's own formulas know one set of llama3 numbers only.
-    rotary = chunk.rotary_pos_emb
-    rotary.inv_freq = inverse_frequencies(spec.rope, spec.head_dim).to(rotary.inv_freq.device)
+    for rotary in rotary_embeddings(chunk):
+        frequencies = inverse_frequencies(spec.rope, spec.rotary_dim)
+        rotary.inv_freq = frequencies.to(rotary.inv_freq.device)
     if head == "value" and post_process:
         from megappo.models.value_head import ValueHead
 
         chunk.output_layer = ValueHead(config, std=value_head_std, seed=value_head_seed)
     if not config.use_cpu_initialization:
         chunk.cuda()
-    return chunk.to(config.params_dtype)
+    chunk.to(config.params_dtype)
+    keep_router_bias_exact(chunk)
+    return chunk
+
+
+def rotary_embeddings(chunk: GPTModel) -> list[Any]:
+    """The modules that turn positions into angles: the chunk's, or each layer's if latent."""
+    if chunk.config.multi_latent_attention:
+        return [layer.self_attention.rotary_pos_emb for layer in chunk.decoder.layers]
+    return [chunk.rotary_pos_emb]
 
 
 def _mark_sharded_parameters(chunk: torch.nn.Module) -> None:
@@ -301,7 +342,9 @@ def _mark_sharded_parameters(chunk: torch.nn.Module) -> None:
             layers.set_tensor_model_parallel_attributes(weight, True, dim, 1)
 
 
-def _block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+def _block_spec(
+    spec: ModelSpec, config: TransformerConfig, vp_stage: int | None
+) -> TransformerBlockSubmodules:
     """The layers of this chunk: Transformer Engine's, or local ones with our attention."""
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -315,7 +358,9 @@ def _block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerB
         config, use_transformer_engine=on_cuda, normalization="RMSNorm", vp_stage=vp_stage
     )
     for layer in block.layer_specs:
-        use_packed_moe(layer)
+        if spec.latent is not None and not on_cuda:
+            name_norms_in_checkpoints(layer)
+        use_packed_moe(layer, spec)
         if not on_cuda:
             layer.submodules.self_attention.submodules.core_attention = PackedCausalAttention
     if on_cuda:

@@ -8,8 +8,9 @@ The chunk is the trained one and keeps its parameters. While a `CachedDecoder` i
 stands in place of each layer's core attention, which has no parameters either. All new tokens of a
 pass stand end to end in one row [S, 1, H], each with its own RoPE angles, so Megatron's layers run
 as in training, under TP and sequence parallelism too; only the attention knows which token belongs
-to which sequence. Left out: pipeline and context parallelism, paged caches, and prompts of which
-some part is computed already.
+to which sequence. Latent attention makes its angles itself, so `PlacedAngles` stand in place of
+that too, and its cache holds the projected keys and values, not the small vectors. Left out:
+pipeline and context parallelism, paged caches, and prompts of which some part is computed already.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from megappo.models.build import rotary_embeddings
 
 PREFILL_TOKENS = 4096
 """Prompt tokens of one pass, padding included, unless one prompt alone is longer."""
@@ -94,12 +97,12 @@ class CachedAttention(torch.nn.Module):  # type: ignore[misc]
         Args:
             query: [S, 1, h, d]; rows past the pass's tokens are padding.
             key: [S, 1, g, d]
-            value: As `key`.
+            value: [S, 1, g, dims of a value], which are d but in latent attention.
             attention_mask: None; the mask is causal.
             unused: What Megatron passes to every core attention.
 
         Returns:
-            [S, 1, h d], 0 where padding.
+            [S, 1, h x dims of a value], 0 where padding.
         """
         new = self.new
         assert new is not None, "a pass starts with CachedDecoder.extend"
@@ -116,7 +119,7 @@ class CachedAttention(torch.nn.Module):  # type: ignore[misc]
             scale=self.softmax_scale,
             enable_gqa=queries.shape[2] != keys.shape[2],
         )
-        result = query.new_zeros(len(query), 1, query.shape[2] * query.shape[3])
+        result = query.new_zeros(len(query), 1, query.shape[2] * value.shape[3])
         result[:count, 0] = out.transpose(1, 2)[new.rows, new.offsets].flatten(1)
         return result
 
@@ -124,14 +127,32 @@ class CachedAttention(torch.nn.Module):  # type: ignore[misc]
         """Stores the new [S, g, d]; returns all keys and values of the pass, [n, L, g, d]."""
         if self._keys is None or self._values is None:
             # Zeros, because a masked NaN would still reach the sum.
-            shape = (self.num_sequences, self.capacity, *key.shape[1:])
-            self._keys, self._values = key.new_zeros(shape), value.new_zeros(shape)
+            room = (self.num_sequences, self.capacity)
+            self._keys = key.new_zeros(*room, *key.shape[1:])
+            self._values = value.new_zeros(*room, *value.shape[1:])
         places = (new.batch[new.rows], new.positions)
         self._keys[places], self._values[places] = key, value
         if len(new.batch) == self.num_sequences:
             return self._keys[:, : new.longest], self._values[:, : new.longest]
         # The slice first: the copy is of what is needed.
         return self._keys[:, : new.longest][new.batch], self._values[:, : new.longest][new.batch]
+
+
+class PlacedAngles(torch.nn.Module):  # type: ignore[misc]
+    """Stands in place of a latent layer's RoPE module: the angles of the pass's own positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.angles: Tensor | None = None
+
+    def get_rotary_seq_len(self, *unused: Any) -> int:
+        """Needless here; Megatron passes it on to `forward`."""
+        return 0
+
+    def forward(self, *unused: Any, **more: Any) -> Tensor:
+        """Angles [S, 1, 1, rotary dims]."""
+        assert self.angles is not None, "a pass starts with CachedDecoder.extend"
+        return self.angles
 
 
 class CachedDecoder:
@@ -146,16 +167,24 @@ class CachedDecoder:
     def __init__(self, chunk: Any, *, num_sequences: int, capacity: int) -> None:
         self._chunk = chunk
         self._lengths = [0] * num_sequences
-        self._attentions = [
-            CachedAttention(
-                num_sequences=num_sequences,
-                capacity=capacity,
-                softmax_scale=chunk.config.softmax_scale,
-            )
-            for _ in chunk.decoder.layers
+        self._latent: bool = chunk.config.multi_latent_attention
+        self._held = [
+            {
+                "core_attention": CachedAttention(
+                    num_sequences=num_sequences,
+                    capacity=capacity,
+                    softmax_scale=self._softmax_scale(layer.self_attention),
+                )
+            }
+            | ({"rotary_pos_emb": PlacedAngles()} if self._latent else {})
+            for layer in chunk.decoder.layers
         ]
         with torch.no_grad():
-            self._angles: Tensor = chunk.rotary_pos_emb(capacity)
+            self._angles: Tensor = rotary_embeddings(chunk)[0](capacity)
+
+    def _softmax_scale(self, attention: Any) -> float | None:
+        scale = attention.softmax_scale if self._latent else self._chunk.config.softmax_scale
+        return None if scale is None else float(scale)
 
     def __enter__(self) -> Self:
         self._was_training = self._chunk.training
@@ -168,11 +197,11 @@ class CachedDecoder:
         self._chunk.train(self._was_training)
 
     def _swap(self) -> None:
-        """Exchanges the layers' core attentions with the ones held here."""
-        for number, layer in enumerate(self._chunk.decoder.layers):
-            held = self._attentions[number]
-            self._attentions[number] = layer.self_attention.core_attention
-            layer.self_attention.core_attention = held
+        """Exchanges the layers' core attentions, and RoPE if latent, with the ones held here."""
+        for held, layer in zip(self._held, self._chunk.decoder.layers, strict=True):
+            for name, module in held.items():
+                held[name] = getattr(layer.self_attention, name)
+                setattr(layer.self_attention, name, module)
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Takes in the first tokens of all sequences, [N, V] logits after them.
@@ -198,18 +227,21 @@ class CachedDecoder:
         counts = [len(ids) for ids in tokens]
         device = self._angles.device
         new = NewTokens.of(sequences, [self._lengths[i] for i in sequences], counts, device)
-        for layer in chunk.decoder.layers:
-            layer.self_attention.core_attention.new = new
         missing = -sum(counts) % self._multiple
         ids = torch.tensor([[t for part in tokens for t in part] + [0] * missing], device=device)
         positions = F.pad(new.positions, (0, missing))
+        angles = self._angles[positions]
+        for layer in chunk.decoder.layers:
+            layer.self_attention.core_attention.new = new
+            if self._latent:
+                layer.self_attention.rotary_pos_emb.angles = angles
         for i, count in zip(sequences, counts, strict=True):
             self._lengths[i] += count
         with torch.no_grad():
             hidden = chunk.decoder(
                 hidden_states=chunk.embedding(input_ids=ids, position_ids=positions[None]),
                 attention_mask=None,
-                rotary_pos_emb=self._angles[positions],
+                rotary_pos_emb=None if self._latent else angles,
             )
             return self._logits(hidden, new.last)
 

@@ -195,6 +195,8 @@ def copy_side_files(source: Path, folder: Path) -> None:
 def write_config(source: Path, folder: Path, dtype: torch.dtype, head: Head) -> None:
     """Writes the config.json of `source` with the dtype, and the head, of new weights."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    if config.get("num_nextn_predict_layers"):
+        config["num_nextn_predict_layers"] = 0  # these layers are dropped: `ModelSpec`
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).split(".")[-1]
     if head == "value":
         config["architectures"] = [

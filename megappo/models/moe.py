@@ -5,8 +5,8 @@ and CP context-parallel ranks; B rows, S positions of a row on this rank.
 
 Under EP each rank holds E / EP experts, and tokens travel to them by all-to-all; EP divides the
 TP x CP x DP ranks of a pipeline stage. ETP splits the matrices of an expert, as TP does those of
-attention. Left out: shared experts, dropping tokens over a capacity, the router's z-loss, and
-balancing by a bias.
+attention. Shared experts, which all tokens pass, are a dense MLP and are split as one. Left out:
+dropping tokens over a capacity, the router's z-loss, and moving a router's bias to balance it.
 
 Megatron is imported inside the functions, as in `build`; the layers themselves are in `moe_layer`.
 """
@@ -55,6 +55,12 @@ def check_experts(
             f"experts must divide over the expert-parallel ranks: {spec.num_experts} over {ep}; "
             f"choose a parallel.ep that divides {spec.num_experts}"
         )
+    if spec.shared_ffn_hidden_size % tp:
+        raise ModelError(
+            "the columns of the shared experts (moe_intermediate_size x n_shared_experts) must "
+            f"divide over the tensor-parallel ranks: {spec.shared_ffn_hidden_size} over {tp}; "
+            f"choose a parallel.tp that divides {spec.shared_ffn_hidden_size}"
+        )
     if tp % split:
         raise ModelError(
             f"parallel.etp must divide parallel.tp: {split} and {tp}; "
@@ -95,9 +101,11 @@ def moe_settings(
         "num_moe_experts": spec.num_experts,
         "moe_ffn_hidden_size": spec.moe_ffn_hidden_size,
         "moe_router_topk": spec.experts_per_token,
+        "moe_shared_expert_intermediate_size": spec.shared_ffn_hidden_size or None,
         "moe_layer_freq": [int(has_experts) for has_experts in spec.moe_layers],
         # The softmax over the chosen logits alone is the renormalised softmax over all of them.
         "moe_router_pre_softmax": not spec.norm_topk_prob,
+        "moe_router_topk_scaling_factor": spec.router.scale,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
@@ -161,6 +169,16 @@ def take_aux_loss(chunks: Sequence[nn.Module]) -> float:
         total += float(router.aux_loss)
         router.aux_loss.zero_()
     return total
+
+
+def keep_router_bias_exact(chunk: nn.Module) -> None:
+    """Brings biases of routers back to float32 after the chunk took another dtype.
+
+    In bfloat16 a bias would change which experts are chosen. Before weights are loaded.
+    """
+    for router in _routers([chunk]):
+        if router.rule.has_bias:
+            router.expert_bias = router.expert_bias.float()
 
 
 def _routers(chunks: Sequence[nn.Module]) -> Iterator[BalancedRouter]:

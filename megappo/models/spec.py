@@ -13,6 +13,8 @@ from typing import Any
 
 from megappo.errors import ModelError
 from megappo.models.families import FAMILIES, Family
+from megappo.models.families.refused import REFUSED
+from megappo.models.parts import PLAIN_SOFTMAX, USUAL_NAMES, ExpertNames, Latent, RouterRule
 from megappo.models.rope import Rope, read_rope
 from megappo.registry import did_you_mean
 
@@ -109,10 +111,26 @@ class ModelSpec:
     """[num_layers] True where experts stand in place of the MLP."""
     norm_topk_prob: bool = False
     """The weights of a token's experts are divided by their sum."""
+    shared_ffn_hidden_size: int = 0
+    """Of the experts that every token passes in layers with experts, as one MLP; 0 for none."""
+    router: RouterRule = PLAIN_SOFTMAX
+    expert_names: ExpertNames = USUAL_NAMES
+    latent: Latent | None = None
+    """Multi-head latent attention; None for the usual kind."""
+    dropped_layers: int = 0
+    """Layers after the model's own that predict several tokens (MTP), if the folder has them: they
+    are neither trained nor written."""
 
     def has_experts(self, layer: int) -> bool:
         """Whether experts stand in place of the MLP of a layer, counted from 0."""
         return self.num_experts > 0 and self.moe_layers[layer]
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dims of a head that are rotated."""
+        if self.latent is not None:
+            return self.latent.rotary_dim
+        return int(self.head_dim * self.rope.fraction)
 
 
 def load_spec(folder: str | Path, *, trust_remote_code: bool = False) -> ModelSpec:
@@ -130,6 +148,8 @@ def load_spec(folder: str | Path, *, trust_remote_code: bool = False) -> ModelSp
     config = _read_config(folder)
     _check_files(folder)
     kind = config.get("model_type")
+    if kind in REFUSED:
+        raise ModelError(f"{folder}: model_type {kind!r} is not supported: {REFUSED[kind]}")
     if kind not in FAMILIES:
         raise ModelError(
             f"{folder}: model_type {kind!r} is not supported{did_you_mean(str(kind), FAMILIES)}"
@@ -153,46 +173,28 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     """
     family = FAMILIES[config["model_type"]]
     _check_settings(config, family)
-    heads = config["num_attention_heads"]
-    return ModelSpec(
-        model_type=config["model_type"],
-        num_layers=config["num_hidden_layers"],
-        hidden_size=config["hidden_size"],
-        ffn_hidden_size=config["intermediate_size"],
-        num_heads=heads,
-        num_kv_heads=_kv_heads(config, family),
-        head_dim=_head_dim(config),
-        vocab_size=config["vocab_size"],
-        max_positions=config["max_position_embeddings"],
-        norm_eps=float(config["rms_norm_eps"]),
-        tied=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=family.qkv_bias,
-        qk_norm=family.qk_norm,
-        rope=read_rope(config),
-        dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
-        **(_experts(config) if family.moe else {}),
+    fields = {
+        "model_type": config["model_type"],
+        "num_layers": config["num_hidden_layers"],
+        "hidden_size": config["hidden_size"],
+        "ffn_hidden_size": config["intermediate_size"],
+        "num_heads": config["num_attention_heads"],
+        "num_kv_heads": _kv_heads(config, family),
+        "vocab_size": config["vocab_size"],
+        "max_positions": config["max_position_embeddings"],
+        "norm_eps": float(config["rms_norm_eps"]),
+        "tied": bool(config.get("tie_word_embeddings", False)),
+        "qkv_bias": family.qkv_bias,
+        "qk_norm": family.qk_norm,
+        "dtype": str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+    } | family.fields(config)
+    fields["rope"] = read_rope(
+        config,
+        default_theta=family.default_theta,
+        default_fraction=family.rotary_fraction,
+        latent="latent" in fields,
     )
-
-
-def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The expert fields of a `ModelSpec`, with the defaults of transformers."""
-    dense = set(config.get("mlp_only_layers") or ())
-    step = config.get("decoder_sparse_step", 1)
-    layers = range(config["num_hidden_layers"])
-    moe_layers = tuple(i not in dense and (i + 1) % step == 0 for i in layers)
-    if not any(moe_layers):
-        raise ModelError(
-            f"mlp_only_layers={sorted(dense)} and decoder_sparse_step={step} leave none of the "
-            f"{len(layers)} layers with experts; use the dense family's model_type"
-        )
-    return {
-        # transformers 5 writes the second name.
-        "num_experts": int(config.get("num_experts") or config["num_local_experts"]),
-        "experts_per_token": int(config["num_experts_per_tok"]),
-        "moe_ffn_hidden_size": int(config["moe_intermediate_size"]),
-        "moe_layers": moe_layers,
-        "norm_topk_prob": bool(config.get("norm_topk_prob", False)),
-    }
+    return ModelSpec(**{"head_dim": _head_dim(config)} | fields)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

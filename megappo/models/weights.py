@@ -30,6 +30,7 @@ from megappo.models.hf_folder import TensorFolder, TensorReader, write_folder
 from megappo.models.name_map import (
     LM_HEAD,
     OUTPUT_LAYER,
+    ROUTER_BIAS,
     VALUE_HEAD,
     Entry,
     Head,
@@ -46,6 +47,8 @@ __all__ = ["export_hf", "hf_names", "load_hf_weights", "save_hf"]
 
 # Old Llama folders store RoPE frequencies, which follow from config.json.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def load_hf_weights(
@@ -108,7 +111,11 @@ def check_names(tensors: TensorReader, spec: ModelSpec, head: Head) -> dict[str,
     Raises:
         ModelError: a tensor is missing, unknown, or of another shape than the model's.
     """
-    found = {name for name in tensors.names() if not _DERIVED.fullmatch(name)}
+    found = {
+        name
+        for name in tensors.names()
+        if not _DERIVED.fullmatch(name) and not _is_dropped(name, spec)
+    }
     expected = hf_names(spec, head=head)
     if head == "value" and VALUE_HEAD not in found:
         del expected[VALUE_HEAD]
@@ -128,6 +135,15 @@ def check_names(tensors: TensorReader, spec: ModelSpec, head: Head) -> dict[str,
                 f"needs {list(shape)}"
             )
     return expected
+
+
+def _is_dropped(name: str, spec: ModelSpec) -> bool:
+    """Whether a tensor belongs to a layer after the model's own (MTP), which is declared dropped.
+
+    Only where config.json counts such layers: elsewhere it is an unknown tensor.
+    """
+    layer = _LAYER.match(name)
+    return layer is not None and 0 <= int(layer[1]) - spec.num_layers < spec.dropped_layers
 
 
 def listed(names: set[str]) -> str:
@@ -151,7 +167,11 @@ def _named_parameters(
         offset = layers[0].layer_number - 1 if len(layers) else 0
         for local, parameter in _local_parameters(chunk):
             name = canonical_name(
-                local, offset, expert_offset=expert_offset, moe_layers=spec.moe_layers
+                local,
+                offset,
+                expert_offset=expert_offset,
+                moe_layers=spec.moe_layers,
+                latent=spec.latent is not None,
             )
             assert name not in seen, f"two parameters of this rank are {name}"
             seen.add(name)
@@ -159,11 +179,14 @@ def _named_parameters(
 
 
 def _local_parameters(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor | ShardedParameter]]:
-    """Name within the bare chunk, and the parameter."""
+    """Name within the bare chunk, and the parameter, or a router's bias."""
     if is_sharded(chunk):
         yield from ((parameter.name, parameter) for parameter in sharded_parameters(chunk))
     else:
         yield from _unwrap(chunk).named_parameters()
+    for name, buffer in _unwrap(chunk).named_buffers():
+        if name.endswith(f".{ROUTER_BIAS}"):
+            yield name, buffer
 
 
 def _unwrap(chunk: torch.nn.Module) -> GPTModel:
@@ -253,7 +276,8 @@ def export_hf(
         full = _gather(mine.get(name), owners[name], entry)
         parts = split_full(full, entry, spec)
         for (hf_name, _), part in zip(entry.parts, parts, strict=True):
-            yield hf_name, part.to(dtype or part.dtype).contiguous()
+            kept = part.dtype if dtype is None or entry.is_buffer else dtype
+            yield hf_name, part.to(kept).contiguous()
 
 
 def _readable(name: str, parameter: Tensor | ShardedParameter) -> Tensor | ShardedParameter:

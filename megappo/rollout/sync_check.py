@@ -11,8 +11,8 @@ How SGLang holds a Hugging Face tensor, for the families that we know, with T pr
     q_proj, k_proj, v_proj        qkv_proj: rows of each, 1/T, below each other; a key-value head is
                                   repeated where there are fewer heads than processes
     gate_proj, up_proj            gate_up_proj: rows of each, 1/T
-    experts.E.gate_proj, up_proj  experts.w13_weight [E, ..]: as gate_up_proj
-    experts.E.down_proj           experts.w2_weight [E, ..]: columns, 1/T
+    experts.E.gate_proj, up_proj  experts.w13_weight [E, ..]: as gate_up_proj; Mixtral's w1, w3
+    experts.E.down_proj           experts.w2_weight [E, ..]: columns, 1/T; Mixtral's w2
     o_proj, down_proj             columns, 1/T
     (on CPU the width of an MLP is padded with zeros to a multiple of 32 a process before the split)
     embed_tokens, lm_head         rows, padded with zeros to a multiple of 64 a process, 1/T; a tied
@@ -36,12 +36,12 @@ from megappo.rollout.engine import EngineRefused
 from megappo.rollout.sglang_process import SGLangProcess
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.(.+)")
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w[123])\.weight")
 _FUSED = {
     "q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj",
     "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj",
 }  # fmt: skip
-_FUSED_ORDER = tuple(_FUSED)
+_FUSED_ORDER = (*_FUSED, "w1", "w3")
 _MLP_OUTPUTS = ("down_proj.weight", "w2_weight")
 _BY_WORDS = ("embed_tokens.weight", "lm_head.weight")
 _WORDS_MULTIPLE = 64
@@ -135,7 +135,7 @@ def in_rank_order(ranks: Iterable[Mapping[str, Any]]) -> list[Mapping[str, str]]
 def engine_name(name: str) -> str:
     """The parameter of SGLang that a Hugging Face tensor is a part of."""
     if found := _EXPERT.fullmatch(name):
-        return f"{found[1]}.{'w2' if found[3] == 'down' else 'w13'}_weight"
+        return f"{found[1]}.{'w2' if found[3] in ('down_proj', 'w2') else 'w13'}_weight"
     *path, module, kind = name.split(".")
     return ".".join([*path, _FUSED.get(module, module), kind])
 

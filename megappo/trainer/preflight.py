@@ -93,6 +93,7 @@ def preflight(
         raise ConfigError("\n".join(problems))
     _check_budgets(config)
     specs = _check_models(config)
+    _check_engine_family(specs["actor"], config.rollout.engine)
     _check_engine_split(specs["actor"], config.rollout.tp)
     end_token_ids(config.model.path)  # a model without any would never end a response
     check_files(config.data.train_files, prompt_key=config.data.prompt_key)
@@ -141,7 +142,7 @@ def preflight(
         checkpoint=checkpoint,
         changes=changes,
         train_files=train_files,
-        warnings=tuple(_warnings(config)),
+        warnings=tuple(_warnings(config, specs)),
     )
 
 
@@ -262,6 +263,15 @@ def _check_stop_tokens(config: Config, spec: ModelSpec) -> None:
         )
 
 
+def _check_engine_family(spec: ModelSpec, engine: str) -> None:
+    if engine == "sglang" and spec.latent is not None:
+        raise ConfigError(
+            f"rollout.engine is sglang and the actor a {spec.model_type} model: SGLang fuses two "
+            "of its projections only if one push has both, and on CPU has no plain kernel for "
+            "latent attention, so pushed weights are not proved right; set rollout.engine=megatron"
+        )
+
+
 def _check_engine_split(spec: ModelSpec, tp: int) -> None:
     """What SGLang cuts into `rollout.tp` equal parts must have so many."""
     split = {"attention heads": spec.num_heads}
@@ -269,6 +279,8 @@ def _check_engine_split(spec: ModelSpec, tp: int) -> None:
         split["MLP columns"] = spec.ffn_hidden_size
     if spec.num_experts:
         split["columns of an expert"] = spec.moe_ffn_hidden_size
+    if spec.shared_ffn_hidden_size:
+        split["columns of the shared experts"] = spec.shared_ffn_hidden_size
     for what, count in split.items():
         if count % tp:
             raise ConfigError(
@@ -371,8 +383,14 @@ def _check_sampler(state: Mapping[str, Any], sampler: PromptSampler) -> None:
     replica.load_state_dict(state["sampler"])
 
 
-def _warnings(config: Config) -> list[str]:
-    found = []
+def _warnings(config: Config, specs: Mapping[str, ModelSpec]) -> list[str]:
+    found = [
+        f"the {role}'s config.json counts {spec.dropped_layers} layer(s) that predict several "
+        "tokens (num_nextn_predict_layers): they are dropped, neither trained nor pushed nor "
+        "written, and written folders count 0"
+        for role, spec in specs.items()
+        if spec.dropped_layers
+    ]
     if config.rollout.truncates:
         found.append(
             "rollout.top_p/top_k leave out tokens: on CUDA the engine's log-probs are of the kept "

@@ -61,9 +61,14 @@ def oracle(folder: Path) -> Expected:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.config._attn_implementation = "eager"
     weights = torch.linspace(-1, 1, NUM_TOKENS)
+    choices: list[tuple[torch.Tensor, ...]] = []
+    for module in model.modules():
+        if type(module).__name__.lower().endswith("topkrouter"):
+            module.register_forward_hook(lambda _, __, out: choices.append(out))
     outputs, main, balance, start = [], torch.zeros(()), torch.zeros(()), 0
     for ids in sequences():
-        out = model(ids[None], output_router_logits=True)
+        choices.clear()
+        out = model(ids[None])
         here = weights[start : start + len(ids)]
         start += len(ids)
         log_p = out.logits[0].log_softmax(-1)
@@ -71,8 +76,9 @@ def oracle(folder: Path) -> Expected:
         entropy = -(log_p.exp() * log_p).sum(-1)
         per_token = log_p.gather(-1, targets[:, None])[:, 0] + 0.3 * entropy
         main = main + (per_token * here).sum()
-        for logits in out.router_logits:
-            balance = balance + balance_of(logits, model.config.num_experts_per_tok)
+        assert choices
+        for logits, _, chosen in choices:
+            balance = balance + balance_of(logits, chosen, model.config.model_type)
         outputs.append(out.logits[0].detach())
     return Expected(
         outputs=torch.cat(outputs),
@@ -82,24 +88,32 @@ def oracle(folder: Path) -> Expected:
     )
 
 
-def balance_of(logits: torch.Tensor, k: int) -> torch.Tensor:
+def balance_of(logits: torch.Tensor, chosen: torch.Tensor, model_type: str) -> torch.Tensor:
     """DeepSeek-V3 eq. 17-20 for one sequence and one layer, expert by expert."""
     tokens, experts = logits.shape
-    p = torch.softmax(logits, dim=-1)
-    chosen = p.topk(k, dim=-1).indices
+    if model_type in ("deepseek_v3", "glm4_moe"):
+        p = torch.sigmoid(logits)
+        p = p / p.sum(dim=-1, keepdim=True)
+    else:
+        p = torch.softmax(logits, dim=-1)
     total = torch.zeros(())
     for i in range(experts):
-        f = experts / (k * tokens) * (chosen == i).sum()
+        f = experts / (chosen.shape[1] * tokens) * (chosen == i).sum()
         total = total + f * p[:, i].mean()
     return total
+
+
+ON_DISK = {"mixtral": {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}}
 
 
 def gradients_of(model, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     """Under the names on disk: transformers stacks the experts in memory."""
     model.zero_grad()
     loss.backward(retain_graph=True)
+    names = ON_DISK.get(model.config.model_type, {})
     found = {}
-    for name, parameter in model.named_parameters():
+    for memory_name, parameter in model.named_parameters():
+        name = memory_name.replace(".mlp.", ".block_sparse_moe.") if names else memory_name
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
         stem, _, kind = name.rpartition(".")
         if kind not in ("gate_up_proj", "down_proj"):
@@ -109,7 +123,7 @@ def gradients_of(model, loss: torch.Tensor) -> dict[str, torch.Tensor]:
             halves = own.chunk(2) if kind == "gate_up_proj" else (own,)
             kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
             for part, half in zip(kinds, halves, strict=True):
-                found[f"{stem}.{expert}.{part}.weight"] = half
+                found[f"{stem}.{expert}.{names.get(part, part)}.weight"] = half
     return found
 
 
@@ -204,13 +218,16 @@ def test_spec_agrees_with_transformers(moe_models, name):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     spec, config = load_spec(moe_models / name), AutoConfig.from_pretrained(moe_models / name)
-    assert (spec.num_experts, spec.experts_per_token) == (
-        config.num_experts,
-        config.num_experts_per_tok,
-    )
-    assert spec.norm_topk_prob == config.norm_topk_prob
     layers = AutoModelForCausalLM.from_config(config).model.layers
     assert spec.moe_layers == tuple(hasattr(layer.mlp, "experts") for layer in layers)
+    experts = layers[-1].mlp.experts
+    assert (spec.num_experts, spec.experts_per_token) == (
+        experts.num_experts,
+        config.num_experts_per_tok,
+    )
+    assert spec.norm_topk_prob == getattr(config, "norm_topk_prob", True)
+    shared = getattr(layers[-1].mlp, "shared_experts", None)
+    assert spec.shared_ffn_hidden_size == (len(shared.up_proj.weight) if shared else 0)
 
 
 def moe_json(**settings) -> dict:

@@ -35,6 +35,13 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 2000.0, "factor": 3.0}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+}
+LATENT_ROPE = YARN_ROPE | {"beta_fast": 16, "beta_slow": 2, "mscale": 0.7, "mscale_all_dim": 0.7}
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama_tied": {"model_type": "llama", "tie_word_embeddings": True},
@@ -42,6 +49,24 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2_tied": {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", "head_dim": 32},
     "mistral": {"model_type": "mistral", "sliding_window": None, "rope_parameters": LINEAR_ROPE},
+}
+
+SHARED_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+}
+LATENT: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "rope_parameters": LATENT_ROPE,
 }
 
 MOE_MODELS: dict[str, dict[str, Any]] = {
@@ -63,6 +88,55 @@ MOE_MODELS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
         "tie_word_embeddings": True,
     },
+    "mixtral": {
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": True,
+    },
+    "glm4_moe": {
+        "model_type": "glm4_moe",
+        "num_hidden_layers": 3,
+        "head_dim": 32,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "num_experts_per_tok": 3,
+        "routed_scaling_factor": 1.5,
+        "n_group": 1,
+        "topk_group": 1,
+        **SHARED_EXPERTS,
+    },
+    "deepseek_v2_lite": {
+        "model_type": "deepseek_v2",
+        "q_lora_rank": None,
+        "num_experts_per_tok": 3,
+        "topk_method": "greedy",
+        **LATENT,
+        **SHARED_EXPERTS,
+        "n_shared_experts": 2,
+    },
+    "deepseek_v2_groups": {
+        "model_type": "deepseek_v2",
+        "q_lora_rank": 24,
+        "num_experts_per_tok": 3,
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 4.0,
+        **LATENT,
+        **SHARED_EXPERTS,
+        "rope_parameters": None,
+    },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        "q_lora_rank": 24,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        **LATENT,
+        **SHARED_EXPERTS,
+    },
 }
 """Apart, because experts under TP need sequence parallelism."""
 
@@ -76,7 +150,8 @@ def save_tiny_model(folder: Path, settings: dict[str, Any], *, seed: int = 0) ->
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        biases = [item for item in model.named_buffers() if item[0].endswith("correction_bias")]
+        for name, parameter in [*model.named_parameters(), *biases]:
             centre = 1.0 if name.endswith("norm.weight") else 0.0
             parameter.copy_(centre + 0.15 * torch.randn(parameter.shape))
     model.save_pretrained(folder)
@@ -101,3 +176,13 @@ def sequences() -> list[torch.Tensor]:
     """Token ids of uneven lengths, among them a single token and two of similar length."""
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(2, VOCAB, (n,), generator=generator) for n in (7, 1, 23, 22, 12)]
+
+
+FAR_POSITIONS = (1, 3000)
+
+
+def far_sequences() -> tuple[torch.Tensor, torch.Tensor]:
+    """A short sequence, and one that reaches the last of `FAR_POSITIONS`."""
+    generator = torch.Generator().manual_seed(4)
+    short, long = (torch.randint(2, VOCAB, (n,), generator=generator) for n in (5, 3001))
+    return short, long

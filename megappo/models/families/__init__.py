@@ -4,7 +4,29 @@ To add one: write a file beside these that registers a `Family`, import it here,
 model of it to tests/distributed/tiny_models.py.
 """
 
-from megappo.models.families import llama, mistral, qwen2, qwen3, qwen3_moe
+from megappo.models.families import (
+    deepseek_v2,
+    deepseek_v3,
+    glm4_moe,
+    llama,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 from megappo.models.families.base import FAMILIES, Family
 
-__all__ = ["FAMILIES", "Family", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+]

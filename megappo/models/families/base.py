@@ -17,6 +17,11 @@ ConfigJson = Mapping[str, Any]
 """The content of a `config.json`."""
 
 
+def no_fields(config: ConfigJson) -> dict[str, Any]:
+    """Of a family that has nothing beyond what all have."""
+    return {}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """One `model_type` of Hugging Face."""
@@ -31,8 +36,12 @@ class Family:
     """Raises `ModelError` for a setting that is not supported."""
     kv_heads_default_to_heads: bool = False
     """An absent `num_key_value_heads` means as many as `num_attention_heads`."""
-    moe: bool = False
-    """Layers have experts in place of the MLP; the config's keys for them are those of Qwen."""
+    fields: Callable[[ConfigJson], dict[str, Any]] = no_fields
+    """Fields of the `ModelSpec` that only some families have, or that replace what all have."""
+    default_theta: float = 10000.0
+    """RoPE's base in transformers where the config names none."""
+    rotary_fraction: float | None = None
+    """Share of a head's dims that is rotated where the config names none; None: always all."""
 
 
 FAMILIES: Registry[Family] = Registry("model_type")
@@ -48,6 +57,35 @@ def refuse(config: ConfigJson, key: str, why: str) -> None:
         raise ModelError(
             f"config.json sets {key}={config[key]!r}, which is not supported: {why}; "
             "use a model without it"
+        )
+
+
+def require(config: ConfigJson, *keys: str) -> None:
+    """Raises for keys that are absent, null or 0.
+
+    Raises:
+        ModelError: with their names.
+    """
+    missing = [key for key in keys if not config.get(key)]
+    if missing:
+        raise ModelError(f"config.json lacks {', '.join(missing)}")
+
+
+def check_choice(num_experts: int, chosen: int, *, normalized: bool) -> None:
+    """Raises when a token cannot choose `chosen` experts, or its router would have no gradient.
+
+    Raises:
+        ModelError: with the numbers.
+    """
+    if not 1 <= chosen <= num_experts:
+        raise ModelError(
+            f"num_experts_per_tok must be between 1 and the number of experts: {chosen} of "
+            f"{num_experts}"
+        )
+    if chosen == 1 and normalized:
+        raise ModelError(
+            "num_experts_per_tok=1 with norm_topk_prob=true gives every expert the weight 1, so "
+            "the router has no gradient; this is not supported: use norm_topk_prob=false"
         )
 
 

@@ -3,11 +3,14 @@
 Left out: shared experts, which no model of this family has, and Qwen2-MoE, which has them.
 """
 
+from typing import Any
+
 from megappo.errors import ModelError
 from megappo.models.families.base import (
     FAMILIES,
     ConfigJson,
     Family,
+    check_choice,
     refuse,
     refuse_sliding_window,
 )
@@ -41,20 +44,31 @@ def _check_experts(config: ConfigJson) -> None:
             "config.json gives the number of experts twice and differently: num_experts="
             f"{config['num_experts']}, num_local_experts={config['num_local_experts']}; keep one"
         )
-    num_experts, chosen = counts.pop(), config["num_experts_per_tok"]
-    if not 1 <= chosen <= num_experts:
-        raise ModelError(
-            f"num_experts_per_tok must be between 1 and the number of experts: {chosen} of "
-            f"{num_experts}"
-        )
-    if chosen == 1 and config.get("norm_topk_prob"):
-        raise ModelError(
-            "num_experts_per_tok=1 with norm_topk_prob=true gives every expert the weight 1, so "
-            "the router has no gradient; this is not supported: use norm_topk_prob=false"
-        )
+    normalized = bool(config.get("norm_topk_prob"))
+    check_choice(counts.pop(), config["num_experts_per_tok"], normalized=normalized)
     step = config.get("decoder_sparse_step", 1)
     if step < 1:
         raise ModelError(f"decoder_sparse_step must be at least 1, not {step}")
+
+
+def _fields(config: ConfigJson) -> dict[str, Any]:
+    dense = set(config.get("mlp_only_layers") or ())
+    step = config.get("decoder_sparse_step", 1)
+    layers = range(config["num_hidden_layers"])
+    moe_layers = tuple(i not in dense and (i + 1) % step == 0 for i in layers)
+    if not any(moe_layers):
+        raise ModelError(
+            f"mlp_only_layers={sorted(dense)} and decoder_sparse_step={step} leave none of the "
+            f"{len(layers)} layers with experts; use the dense family's model_type"
+        )
+    return {
+        # transformers 5 writes the second name.
+        "num_experts": int(config.get("num_experts") or config["num_local_experts"]),
+        "experts_per_token": int(config["num_experts_per_tok"]),
+        "moe_ffn_hidden_size": int(config["moe_intermediate_size"]),
+        "moe_layers": moe_layers,
+        "norm_topk_prob": bool(config.get("norm_topk_prob", False)),
+    }
 
 
 # The last two steer transformers' own training loss; the trainer has a coefficient of its own.
@@ -62,7 +76,6 @@ FAMILIES.register("qwen3_moe")(
     Family(
         qkv_bias=False,
         qk_norm=True,
-        moe=True,
         keys=frozenset(
             {
                 "attention_bias",
@@ -82,5 +95,6 @@ FAMILIES.register("qwen3_moe")(
             }
         ),
         check=_check,
+        fields=_fields,
     )
 )

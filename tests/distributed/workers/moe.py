@@ -142,7 +142,11 @@ def run_pass(chunk, config, spec, it: Pass, arguments) -> dict:
     with torch.no_grad():
         for parameter in chunk.parameters():
             parameter.copy_(parameter.main_grad)
-        gradients = {name: t.clone() for name, t in weights.export_hf([chunk], spec)}
+        gradients = {
+            name: t.clone()
+            for name, t in weights.export_hf([chunk], spec)
+            if not name.endswith("e_score_correction_bias")
+        }
         for parameter, value in zip(chunk.parameters(), weights_before, strict=True):
             parameter.copy_(value)
     return {"outputs": outputs, "balance": taken, "gradients": gradients, "copies_equal": same}

@@ -24,6 +24,11 @@ def test_names_of_fused_parameters():
     experts = layer + "mlp.experts"
     assert engine_name(experts + ".12.up_proj.weight") == experts + ".w13_weight"
     assert engine_name(experts + ".12.down_proj.weight") == experts + ".w2_weight"
+    shared = layer + "mlp.shared_experts."
+    assert engine_name(shared + "up_proj.weight") == shared + "gate_up_proj.weight"
+    mixtral = layer + "block_sparse_moe.experts"
+    assert engine_name(mixtral + ".3.w3.weight") == mixtral + ".w13_weight"
+    assert engine_name(mixtral + ".3.w2.weight") == mixtral + ".w2_weight"
 
 
 def test_attention_rows_are_split_by_heads():
@@ -58,6 +63,8 @@ def test_experts_stand_below_each_other():
     first, second = shards(*gate_up, tp=2)
     assert [x[0] for x in first] == [0, 4, 10, 14]
     assert [x[0] for x in second] == [1, 5, 11, 15]
+    named = [(name.replace("gate_proj", "w1").replace("up_proj", "w3"), x) for name, x in gate_up]
+    assert shards(*named, tp=2) == [first, second]
     down = [(f"{e}{i}.down_proj.weight", rows(1, 2, start=10 * i)) for i in (0, 1)]
     assert shards(*down, tp=2) == [[[0], [10]], [[1], [11]]]
 
