@@ -349,6 +349,7 @@ def _block_spec(
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     from megappo.models.attention import PackedCausalAttention
     from megappo.models.moe_layer import use_packed_moe
@@ -357,9 +358,10 @@ def _block_spec(
     block = gpt_layer_specs.get_gpt_decoder_block_spec(
         config, use_transformer_engine=on_cuda, normalization="RMSNorm", vp_stage=vp_stage
     )
-    for layer in block.layer_specs:
+    first = get_transformer_layer_offset(config, vp_stage)
+    for number, layer in enumerate(block.layer_specs, first):
         if spec.latent is not None and not on_cuda:
-            name_norms_in_checkpoints(layer)
+            name_norms_in_checkpoints(layer, dense=not spec.has_experts(number))
         use_packed_moe(layer, spec)
         if not on_cuda:
             layer.submodules.self_attention.submodules.core_attention = PackedCausalAttention

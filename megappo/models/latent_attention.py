@@ -52,8 +52,12 @@ def use_whole_projections(chunk: Any) -> None:
                 setattr(attention, name, WholeLinear(ranks[name], config.hidden_size, config))
 
 
-def name_norms_in_checkpoints(layer: Any) -> None:
-    """Makes a local layer's spec save norms under the names that Transformer Engine's has."""
-    layer.submodules.sharded_state_dict_keys_map |= LATENT_NORMS | {
-        "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"
-    }
+def name_norms_in_checkpoints(layer: Any, *, dense: bool) -> None:
+    """Makes a local layer's spec save norms under the names that Transformer Engine's has.
+
+    Args:
+        layer: The spec, which several layers may share.
+        dense: Whether it has an MLP; the norm before experts stands alone in both.
+    """
+    names = LATENT_NORMS | ({"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"} if dense else {})
+    layer.submodules.sharded_state_dict_keys_map |= names

@@ -64,20 +64,51 @@ def far_models(tmp_path_factory) -> Path:
     return root
 
 
+@pytest.fixture(scope="module")
+def far_results(far_models, tmp_path_factory) -> dict[str, dict[str, Any]]:
+    out = tmp_path_factory.mktemp("far_results") / "results.pt"
+    where = ("--models", str(far_models), "--out", str(out))
+    run_ranks("far_positions.py", 1, *where, timeout_s=600)
+    return torch.load(out, weights_only=True)
+
+
 @pytest.mark.distributed
-def test_logits_equal_transformers_at_positions_1_and_3000(far_models, tmp_path):
+def test_logits_equal_transformers_at_positions_1_and_3000(far_models, far_results):
     from transformers import AutoModelForCausalLM
 
-    where = ("--models", str(far_models), "--out", str(tmp_path / "logits.pt"))
-    run_ranks("far_positions.py", 1, *where, timeout_s=600)
-    found = torch.load(tmp_path / "logits.pt")
-    assert found.keys() == {folder.name for folder in far_models.iterdir()}
-    for name, logits in found.items():
+    assert far_results.keys() == {folder.name for folder in far_models.iterdir()}
+    for name, result in far_results.items():
         model = AutoModelForCausalLM.from_pretrained(far_models / name, dtype=torch.float32)
         with torch.no_grad():
             expected = model(far_sequences()[1][None]).logits[0, list(FAR_POSITIONS)]
         assert expected.abs().max() > 1
-        assert (logits - expected).abs().max() < 1e-4, name
+        assert (result["logits"] - expected).abs().max() < 1e-4, name
+
+
+@pytest.mark.distributed
+def test_biases_of_routers_stay_float32_in_a_bfloat16_model(far_models, far_results):
+    biased = [name for name in far_results if name.startswith(("glm4", "deepseek_v3"))]
+    assert len(biased) == 4
+    for name in biased:
+        wanted = stored(far_models / name)
+        found = far_results[name]["biases"]
+        assert list(found) == ["model.layers.1.mlp.gate.e_score_correction_bias"]
+        assert all(torch.equal(wanted[n], t) for n, t in found.items())
+
+
+@pytest.mark.distributed
+def test_norms_of_latent_models_are_saved_under_transformer_engines_names(far_results):
+    both = {
+        "input_layernorm.weight",
+        "self_attention.linear_q_up_proj.layer_norm_weight",
+        "self_attention.linear_kv_up_proj.layer_norm_weight",
+    }
+    expected = {f"{layer}.{name}" for layer in (0, 1) for name in both} | {
+        "0.mlp.linear_fc1.layer_norm_weight",
+        "1.pre_mlp_layernorm.weight",
+        "decoder.final_layernorm.weight",
+    }
+    assert far_results["deepseek_v3"]["norm_keys"] == expected
 
 
 YARNS = {
