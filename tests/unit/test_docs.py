@@ -6,6 +6,8 @@ from pathlib import Path
 
 from megappo.config import Config
 from megappo.config.fields import describe
+from megappo.models.families import FAMILIES
+from megappo.models.families.refused import REFUSED
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,6 +26,13 @@ def test_the_readmes_table_of_verls_keys_is_true():
     ours = {d.verl: d.key for d in describe(Config) if d.verl}
     for verl, key in rows:
         assert ours[verl] == key
+
+
+def test_the_page_of_families_has_each_once():
+    text = (ROOT / "docs" / "families.md").read_text()
+    cells = re.findall(r"^\| (`[^|]+`) \|.*\| (?:yes|dense|) *\|$", text, flags=re.MULTILINE)
+    named = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
+    assert sorted(named) == sorted([*FAMILIES, *REFUSED])
 
 
 def test_files_that_the_documents_link_to_exist():
