@@ -107,13 +107,9 @@ def check_space(folder: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(
-            f"{folder} has {_in_gb(free)} free and the checkpoint needs {_in_gb(needed)}: make "
-            "room, or lower checkpoint.keep"
+            f"{folder} has {free / 2**20:,.1f} MiB free and the checkpoint needs "
+            f"{needed / 2**20:,.1f} MiB: make room, or lower checkpoint.keep"
         )
-
-
-def _in_gb(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.3g} GiB"
 
 
 def publish(temporary: Path, final: Path) -> None:

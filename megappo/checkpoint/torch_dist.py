@@ -103,6 +103,7 @@ def snapshot(folder: Path, model: Trainable) -> Snapshot:
     # Megatron's own steps (serialization.py:394, strategies/torch.py:654), apart from each other
     # so that a rank which cannot write tells the others instead of leaving them in a collective.
     _keep_results_in_process()
+    _make_moments(model)
     state = _sharded_state(model, is_loading=False)
     state["content_metadata"] = {k: v for k, v in _metadata().items() if k != "dp_cp_group"}
     sharded, common = save_preprocess(state)
@@ -125,6 +126,20 @@ def snapshot(folder: Path, model: Trainable) -> Snapshot:
         _metadata=metadata,
         _common=common,
     )
+
+
+def _make_moments(model: Trainable) -> None:
+    """Moments of zero where no step was taken yet, as under critic warm-up.
+
+    Without them Megatron's save fails (distrib_optimizer.py:1069 of megatron-core 0.16.1).
+    """
+    for optimizer in _optimizers(model):
+        if optimizer.optimizer.state:
+            continue
+        optimizer.load_state_dict(optimizer.state_dict())  # allocates
+        for moments in optimizer.optimizer.state.values():
+            for value in moments.values():
+                value.zero_()
 
 
 def _copied(file: Any, model: Trainable) -> Any:
@@ -200,13 +215,18 @@ def _sharded_state(model: Trainable, *, is_loading: bool) -> dict[str, Any]:
         key: chunk.module.sharded_state_dict(metadata=metadata)
         for key, chunk in zip(_chunk_keys(model), model.chunks, strict=True)
     }
+    # Not the optimizer's `sharded_state_dict`: it adds the settings of parameter groups, of which
+    # another layout has another number, and collects all garbage, which takes longer than the rest.
+    # A key of its own, because checkpoints before this one have those settings as `optimizer`.
+    moments = {}
     with _places_without_padding(model):
-        whole = model.optimizer.sharded_state_dict(
-            dict(state), is_loading=is_loading, metadata=metadata
-        )
-    parts = [whole] if len(_optimizers(model)) == 1 else list(whole.values())
-    # A key of its own: checkpoints before this one have the settings of one layout as `optimizer`.
-    state["moments"] = {number: part["param_state"] for number, part in enumerate(parts)}
+        for number, optimizer in enumerate(_optimizers(model)):
+            if is_loading:
+                optimizer.load_state_dict(optimizer.state_dict())  # allocates
+            moments[number] = optimizer.sharded_param_state_fully_reshardable(
+                state, is_loading, metadata
+            )
+    state["moments"] = moments
     state["scheduler"] = model.scheduler.state_dict()
     return state
 
@@ -216,7 +236,8 @@ def _optimizers(model: Trainable) -> list[Any]:
     from megatron.core.optimizer import ChainedOptimizer
 
     whole = model.optimizer
-    return list(whole.chained_optimizers) if isinstance(whole, ChainedOptimizer) else [whole]
+    parts = whole.chained_optimizers if isinstance(whole, ChainedOptimizer) else [whole]
+    return [part for part in parts if not part.is_stub_optimizer]
 
 
 @contextmanager

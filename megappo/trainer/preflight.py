@@ -149,8 +149,10 @@ def preflight(
 def _end_in_words(config: Config, sampler: PromptSampler, total: int) -> str:
     batches = sampler.batches_per_epoch
     if not config.trainer.total_steps:
-        epochs = config.trainer.total_epochs
-        return f"{total} steps: {epochs} epochs of {batches} steps, as trainer.total_epochs says"
+        return (
+            f"{total} steps: trainer.total_epochs is {config.trainer.total_epochs}, and an epoch "
+            f"has {batches}"
+        )
     epoch, batch = (total - 1) // batches, (total - 1) % batches + 1
     return (
         f"{total} steps, as trainer.total_steps says: up to batch {batch} of {batches} in epoch "

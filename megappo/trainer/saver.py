@@ -147,7 +147,7 @@ class Saver:
         self.event("save_failed", step, reason=str(error))
         if self.settings.on_failure == "stop":
             raise SaveError(f"{error}; {self._last_in_words()}")
-        self.say(f"warning    {error}; {self._last_in_words()}; trying again after the next step")
+        self.say(f"warning    {error}; {self._last_in_words()}; it is tried again")
 
     def _last_in_words(self) -> str:
         last = layout.latest(self.store.folder)

@@ -52,7 +52,7 @@ def test_a_save_that_fails_on_one_rank_is_told_on_all_and_tried_again(ranks):
         assert "the checkpoint of step 2 failed on rank 1: " in warning
         assert "File too large" in warning
         assert "the last checkpoint is" in warning
-        assert "step_000001; trying again after the next step" in warning
+        assert "step_000001; it is tried again" in warning
         assert found["steps"] == [1, 4]
         assert found["events"] == [("saved", 4)]
         assert found["failures"] == 3

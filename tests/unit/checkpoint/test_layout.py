@@ -4,10 +4,10 @@ from megappo.checkpoint import layout
 from megappo.errors import CheckpointError
 
 
-def write(folder, step):
+def write(folder, step, **state):
     temporary = folder / f"{layout.step_name(step)}.saving"
     (temporary / "actor").mkdir(parents=True)
-    (temporary / layout.STATE_FILE).write_text(f'{{"step": {step}}}')
+    layout.write_state(temporary, {"step": step, **state})
     layout.publish(temporary, folder / layout.step_name(step))
 
 
@@ -53,6 +53,28 @@ def test_pruning_keeps_the_newest_and_clears_cut_off_saves(tmp_path):
     assert layout.complete_steps(tmp_path) == [10, 15]
     assert not (tmp_path / "step_000020.saving").exists()
     assert layout.latest(tmp_path) == tmp_path / "step_000015"
+
+
+def test_every_kth_and_the_best_are_kept_beside_the_newest(tmp_path):
+    policy = layout.KeepPolicy(newest=1, every=4, best=True)
+    for step, score in ((2, 0.25), (3, 0.5), (4, None), (5, 0.5), (6, 0.375), (7, None)):
+        write(tmp_path, step, val_score=score)
+        layout.prune(tmp_path, policy)
+    assert layout.complete_steps(tmp_path) == [4, 5, 7]  # of equal scores the newer one
+    assert (tmp_path / layout.BEST).read_text() == "step_000005\n"
+    assert layout.latest(tmp_path) == tmp_path / "step_000007"
+
+
+def test_without_a_score_there_is_no_best(tmp_path):
+    write(tmp_path, 1)
+    layout.prune(tmp_path, layout.KeepPolicy(newest=1, best=True))
+    assert not (tmp_path / layout.BEST).exists()
+
+
+def test_room_is_looked_at_before_anything_is_written(tmp_path):
+    layout.check_space(tmp_path, 1000)
+    with pytest.raises(OSError, match=r"MiB free and the checkpoint needs 1,095,216,661\.5 MiB"):
+        layout.check_space(tmp_path, 2**50)
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):
