@@ -70,8 +70,7 @@ class _Save:
             for snapshot in self.snapshots:
                 snapshot.write()
         except Exception as error:
-            # Told to all ranks by `poll`, which raises it.
-            self.error = error
+            self.error = _of_the_disk(error)  # told to all ranks and raised by `poll`
             logger.warning("a checkpoint's files could not be written", exc_info=error)
         self.write_s = time.perf_counter() - self.started
 
@@ -136,7 +135,7 @@ class CheckpointStore:
         rng = streams.capture()
         rng_file = temporary / "rng" / self._rng_name()
         save.thread = threading.Thread(
-            target=save.write, args=(lambda: torch.save(rng, rng_file),), daemon=True
+            target=save.write, args=(lambda: _write_streams(rng, rng_file),), daemon=True
         )
         save.thread.start()
         self._running = save
@@ -220,8 +219,8 @@ class CheckpointStore:
             try:
                 work()
             except Exception as caught:
-                error = caught
-                logger.warning("a checkpoint failed", exc_info=error)
+                error = _of_the_disk(caught)
+                logger.warning("a checkpoint failed", exc_info=caught)
         told = all_gather_objects(_in_words(error), self.context.world_group)
         self._raise_first(told, step, temporary)
 
@@ -239,6 +238,21 @@ class CheckpointStore:
 
     def _rng_name(self) -> str:
         return f"rank_{self.context.rank:05d}.pt"
+
+
+def _of_the_disk(error: Exception) -> Exception:
+    """What the disk said, which torch's writer covers with an error of its own about positions."""
+    inner: BaseException | None = error
+    while inner is not None:
+        if isinstance(inner, OSError):
+            return inner
+        inner = inner.__cause__ or inner.__context__
+    return error
+
+
+def _write_streams(rng: Mapping[str, Any], path: Path) -> None:
+    with path.open("wb") as file:
+        torch.save(rng, file)
 
 
 def _in_words(error: Exception | None) -> str | None:

@@ -78,7 +78,8 @@ class Snapshot:
         """
         from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
-        torch.save(self._common, self.folder / "common.pt")
+        with (self.folder / "common.pt").open("wb") as file:
+            torch.save(self._common, file)
         self._writer.finish(self._metadata, list(results))
         save_config(CheckpointingConfig("torch_dist", 1), str(self.folder))
 

@@ -28,6 +28,7 @@ CONFIG = """\
 model: {{path: "{model}", dtype: float32}}
 data: {{train_files: ["unused"], max_prompt_length: 64}}
 rollout: {{max_response_length: 64}}
+trainer: {{test_freq: 0, val_before_train: false}}
 """
 SAMPLES, RESPONSE = 8, 64
 """Responses a step over all ranks, and tokens of each."""
