@@ -33,12 +33,19 @@ from torch.distributed.tensor import DTensor
 from megappo.distributed import fsdp
 from megappo.distributed.grad_sync import Trainable
 from megappo.distributed.offload import inner_optimizers
-from megappo.errors import CheckpointError
+from megappo.errors import CheckpointError, SaveError
 
 
 def save(folder: Path, model: Trainable) -> None:
-    """Writes a model into an empty folder. Collective over the world."""
-    dcp.save(_state(model), checkpoint_id=str(folder))
+    """Writes a model into an empty folder. Collective over the world.
+
+    Raises:
+        SaveError: a rank could not write; on all ranks.
+    """
+    try:
+        dcp.save(_state(model), checkpoint_id=str(folder))
+    except dcp.CheckpointException as error:
+        raise SaveError(f"{folder} cannot be written: {error}") from error
 
 
 def load(folder: Path, model: Trainable) -> None:

@@ -120,3 +120,12 @@ def test_shares_that_do_not_divide_are_refused_with_the_numbers(mini_batch_size,
     message = f"batch 8, mini_batch_size {mini_batch_size}, data-parallel size {dp_size}"
     with pytest.raises(UserError, match=message):
         rank_share(range(8), mini_batch_size=mini_batch_size, dp_rank=0, dp_size=dp_size)
+
+
+def test_the_last_full_batch_of_an_epoch_is_its_end():
+    sampler = PromptSampler(7, batch_size=3, seed=0, shuffle=True)
+    ends = []
+    for _ in range(5):
+        sampler.next_batch()
+        ends.append(sampler.is_at_end)
+    assert ends == [False, True, False, True, False]
