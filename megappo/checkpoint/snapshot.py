@@ -8,7 +8,7 @@ a view of them comes back too. Left out: gradients, which a step makes anew, and
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 
 from megappo.checkpoint import streams
 from megappo.distributed.grad_sync import Trainable
-from megappo.distributed.offload import Offloader, Part, inner_optimizers, on_device
+from megappo.distributed.offload import Offloader, Part, inner_optimizers
 from megappo.distributed.parallel import ParallelContext, any_rank
 
 PARTS: tuple[Part, ...] = ("params", "optimizer")
@@ -85,49 +85,48 @@ def _memory(model: Trainable) -> Offloader:
     return model.memory
 
 
-@dataclass
-class _Storage:
-    """One storage and its bytes."""
-
-    storage: torch.UntypedStorage
-    content: torch.Tensor
-
-    def write_back(self) -> None:
-        """The bytes into the storage."""
-        _view(self.storage).copy_(self.content)
-
-
 class _ModelCopy:
-    """One model on this rank."""
+    """One model on this rank. What is offloaded is copied from the host, and written back there."""
 
     def __init__(self, model: Trainable) -> None:
         self._model = model
-        self._storages: list[_Storage] = []
+        self._bytes: dict[int, torch.Tensor] = {}
         self._optimizers: list[_OptimizerCopy] = []
         self._scheduler_steps = 0
 
     def take(self) -> None:
         self._model.settle()
-        memory, old = _memory(self._model), {s.storage.data_ptr(): s for s in self._storages}
-        with on_device(memory, *PARTS):
-            self._storages = [
-                _copied(storage, old.get(storage.data_ptr())) for storage in memory.storages(*PARTS)
-            ]
-            self._optimizers = [
-                _OptimizerCopy(optimizer) for optimizer in inner_optimizers(self._model.optimizer)
-            ]
+        old, self._bytes = self._bytes, {}
+        for key, pieces in _memory(self._model).contents(*PARTS).items():
+            size = sum(piece.numel() for piece in pieces)
+            kept = old.pop(key, None)
+            if kept is None or kept.numel() != size:
+                kept = torch.empty(size, dtype=torch.uint8)
+            for part, piece in zip(_like(kept, pieces), pieces, strict=True):
+                part.copy_(piece)
+            self._bytes[key] = kept
+        self._optimizers = [
+            _OptimizerCopy(optimizer) for optimizer in inner_optimizers(self._model.optimizer)
+        ]
         self._scheduler_steps = self._model.scheduler.num_steps
 
     def restore(self) -> None:
         self._model.settle()
-        with on_device(_memory(self._model), *PARTS):
-            for storage in self._storages:
-                storage.write_back()
-            for optimizer in self._optimizers:
-                optimizer.restore()
+        for optimizer in self._optimizers:
+            optimizer.restore()
+        # Moments that came into being since are no longer in the optimizer, or not in the copy.
+        pieces = _memory(self._model).contents(*PARTS)
+        for key, kept in self._bytes.items():
+            for part, piece in zip(_like(kept, pieces[key]), pieces[key], strict=True):
+                piece.copy_(part)
         self._model.scheduler.num_steps = self._scheduler_steps
         self._model.scheduler.step(0)
         self._model.limit_lr(self._model.lr_limit.value)
+
+
+def _like(whole: torch.Tensor, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views of consecutive bytes, as long as the pieces are."""
+    return list(whole.split([piece.numel() for piece in pieces]))
 
 
 class _OptimizerCopy:
@@ -159,17 +158,3 @@ def _kept(parameter: torch.Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
         else copy.deepcopy(value)
         for key, value in state.items()
     }
-
-
-def _copied(storage: torch.UntypedStorage, old: _Storage | None) -> _Storage:
-    """A storage's bytes, in the memory of an older copy if that fits."""
-    size = storage.nbytes()
-    fits = old is not None and old.content.numel() == size
-    content = old.content if old is not None and fits else torch.empty(size, dtype=torch.uint8)
-    content.copy_(_view(storage))
-    return _Storage(storage, content)
-
-
-def _view(storage: torch.UntypedStorage) -> torch.Tensor:
-    """All bytes of a storage."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -119,10 +119,20 @@ class Offloader:
             return sum(moved.num_bytes for moved in self._away[part])
         return sum(storage.nbytes() for storage in self._storages(part))
 
-    def storages(self, *parts: Part) -> list[torch.UntypedStorage]:
-        """All memory of the named parts, which must be on the device; each storage once."""
-        self.require(*parts)
-        return [storage for part in parts for storage in self._storages(part)]
+    def contents(self, *parts: Part) -> dict[int, list[Tensor]]:
+        """All bytes of the named parts where they are now, on the device or on the host.
+
+        Returns:
+            For each storage (by the address of torch's object, which offloading leaves alone)
+            uint8 tensors that follow one another; writing to them writes to the model.
+        """
+        found: dict[int, list[Tensor]] = {}
+        for part in parts:
+            if part in self._away:
+                found |= {moved.storage._cdata: list(moved.copies) for moved in self._away[part]}
+            else:
+                found |= {s._cdata: [_content(s)] for s in self._storages(part)}
+        return found
 
     def offload(self, *parts: Part) -> None:
         """Moves parts to the host: of those chosen at the start the named ones, or all."""

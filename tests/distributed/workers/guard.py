@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from megappo.config import load
 from megappo.config.guard import GuardSection
 from megappo.distributed import parallel
 from megappo.distributed.metrics import Tally
+from megappo.distributed.offload import on_device
 from megappo.models.spec import load_spec
 from megappo.roles.actor import Actor
 from megappo.trainer.build import build_roles
@@ -21,8 +23,9 @@ from megappo.trainer.guard import Guard
 from megappo.trainer.ppo_trainer import Updates
 from megappo.trainer.preflight import model_paths
 from megappo.types import MiniBatch
+from tests.distributed.workers import resume
 from tests.distributed.workers.offload import many_buckets
-from tests.distributed.workers.resume import minibatch, update
+from tests.distributed.workers.resume import minibatch
 from tests.distributed.workers.update import share, whole_batch
 
 
@@ -69,6 +72,14 @@ def main() -> None:
     parallel.stop(context)
 
 
+def update(roles: dict[str, Any], mini: MiniBatch) -> dict[str, Any]:
+    """As the trainer does it: what is offloaded is on the device for the update alone."""
+    with ExitStack() as stack:
+        for role in roles.values():
+            stack.enter_context(on_device(role.trainable.memory))
+        return resume.update(roles, mini)
+
+
 def nan_update(actor: Actor, mini: MiniBatch, *, breaks: bool) -> tuple[dict[str, Any], bool]:
     """One update, whose loss is NaN on a rank that `breaks`; what came of it."""
 
@@ -81,7 +92,8 @@ def nan_update(actor: Actor, mini: MiniBatch, *, breaks: bool) -> tuple[dict[str
     guard = Guard(settings=GuardSection(), comparable=True)
     updates = Updates(guard=guard, step=5, trainable=actor.trainable)
     tally, before = Tally(), actor.trainable.scheduler.num_steps
-    broken.update(mini, tally, is_first=True, check=updates.check)
+    with on_device(actor.trainable.memory):
+        broken.update(mini, tally, is_first=True, check=updates.check)
     (decision,) = guard.after_step(5, {})
     found = {
         "num_skipped": updates.num_skipped,
