@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
 import traceback
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any, TextIO
 
 import megappo
@@ -29,6 +27,7 @@ from megappo.trainer.preflight import Preflight, preflight
 from megappo.trainer.records import Records
 from megappo.trainer.saver import Saver
 from megappo.trainer.servers import check_servers
+from megappo.trainer.signals import StopSignals
 from megappo.trainer.status import Status
 
 ENGINES = {
@@ -45,7 +44,7 @@ class Session:
         self._launch: LaunchEnvironment | None = None
         self._screen: Screen | None = None
         self._log_file: Path | None = None
-        self._signal: int | None = None
+        self._signals = StopSignals()
         self._joined = False
         self._started = time.monotonic()
         self._watchdog: Watchdog | None = None
@@ -91,7 +90,7 @@ class Session:
             timeout_s=config.trainer.distributed_timeout_s,
         )
         # Not earlier: a rank that waits for another to join must die of the launcher's signal.
-        self._catch_signals()
+        self._signals.catch()
         self._joined = True
         self._watchdog = Watchdog(
             context,
@@ -231,8 +230,8 @@ class Session:
 
     def _stop_requested(self, max_wall_time_s: float) -> str:
         """Why this rank should stop, or nothing."""
-        if self._signal is not None:
-            return signal.Signals(self._signal).name
+        if self._signals.name:
+            return self._signals.name
         if max_wall_time_s and time.monotonic() - self._started > max_wall_time_s:
             return f"trainer.max_wall_time_s ({max_wall_time_s:g})"
         return ""
@@ -291,18 +290,6 @@ class Session:
     def _write(stream: TextIO, text: str) -> None:
         stream.write(text + "\n")
         stream.flush()
-
-    def _catch_signals(self) -> None:
-        """The first signal asks for a stop before or after an update; a second one ends at once."""
-
-        def note(number: int, frame: FrameType | None) -> None:
-            if self._signal is not None:
-                signal.signal(number, signal.SIG_DFL)
-                signal.raise_signal(number)
-            self._signal = number
-
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, note)
 
 
 def _no_event(kind: str, step: int, **details: Any) -> None:
