@@ -61,7 +61,7 @@ class EngineSettings:
     num_threads: int = 1
     """CPU threads of each of the engine's processes."""
     bucket_bytes: int = 256 << 20
-    """Weights that are pushed at a time; the staging buffer has this size."""
+    """Weights that are pushed at a time; there is memory for two such buckets."""
     verify_sync: Literal["never", "first", "always"] = "first"
     """After which pushes chosen weights are read back and compared."""
     trust_remote_code: bool = False
