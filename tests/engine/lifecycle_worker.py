@@ -141,7 +141,7 @@ def run(
 
     third = SGLangEngine(settings)
     facts["third_run"] = answer(third)
-    (pid,) = third.pids
+    pid = third.pids[0]
     os.kill(pid, signal.SIGKILL)
     while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:  # Its parent has not asked yet.
         time.sleep(0.01)
