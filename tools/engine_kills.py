@@ -297,6 +297,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="adds the outcomes to this file")
     args = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # So that runs are ended with it.
     outcomes = []
     for name in args.layouts:
         rng = random.Random(f"{args.seed} {name} {args.targets}")

@@ -7,6 +7,7 @@ that outlive their run, whoever their parent is by then.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import os
@@ -67,6 +68,7 @@ class WatchedRun:
                 start_new_session=True,
                 env=environment,
             )
+        atexit.register(self.end)
         threading.Thread(target=self._note_shared_memory, daemon=True).start()
 
     @property
@@ -139,7 +141,8 @@ class WatchedRun:
         return sorted(str(path) for path in files if path.exists())
 
     def end(self) -> None:
-        """Kills what is left of it."""
+        """Kills what is left of it; also when this program ends. May be called twice."""
+        atexit.unregister(self.end)
         self._ended.set()
         for process in self.survivors():
             process.kill()
