@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megappo.checkpoint.convert.torch_dist_source import TorchDistTensors
 from megappo.cli import main
 from tests.distributed.launch import run_ranks
-from tests.distributed.tiny_models import MODELS, MOE_MODELS, save_tiny_model
+from tests.distributed.tiny_models import MODELS, MOE_MODELS, VOCAB, save_tiny_model
 from tests.tiny_run import make_run
 
 pytestmark = pytest.mark.distributed
@@ -50,6 +54,35 @@ def test_megatron_loads_a_converted_checkpoint_in_layouts_it_was_not_cut_for(fol
     group, num_ranks, *flags = LOADS[layout]
     where = ("--models", str(folders / group), "--checkpoints", str(folders / f"{group}_cut"))
     run_ranks("convert_load.py", num_ranks, *where, *flags)
+
+
+def test_logits_of_a_changed_checkpoint_differ_by_what_was_changed(folders, tmp_path):
+    """The last norm times 1.5 makes Megatron's logits 1.5 times those of transformers."""
+    from transformers import AutoModelForCausalLM
+
+    model, changed = folders / "dense" / "qwen3", tmp_path / "changed"
+    shutil.copytree(model, changed)
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"] *= 1.5
+    save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
+    assert main(["convert", "to-megatron", str(changed), str(tmp_path / "checkpoint")]) == 0
+    command = ["convert", "verify", str(model), str(tmp_path / "checkpoint"), "--logits"]
+    done = subprocess.run(
+        [sys.executable, "-m", "megappo.cli", *command],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "DIFFERENT  model.norm.weight" in done.stdout
+    found = re.search(r"difference (\S+) in a short prompt, (\S+) at the end", done.stdout)
+    generator = torch.Generator().manual_seed(0)
+    oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for length, gap in zip((24, 256), found.groups(), strict=True):
+        ids = torch.randint(VOCAB, (1, length), generator=generator)
+        largest = oracle(ids).logits[0, -24:].abs().max().item()
+        assert float(gap) == pytest.approx(0.5 * largest, rel=1e-2)  # three digits are printed
 
 
 @pytest.fixture(scope="module")

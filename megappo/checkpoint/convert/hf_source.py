@@ -143,10 +143,9 @@ class HFTensors:
 def _read_index(path: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+        return {str(name): str(file) for name, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{path} is no index of weights: {error!r}") from error
-    assert isinstance(weight_map, dict)
-    return weight_map
 
 
 def read_header(file: RawFile) -> dict[str, Stored]:
