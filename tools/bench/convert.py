@@ -51,15 +51,16 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         root = Path(name)
         size = make_model(root / "hf", int(args.gigabytes * 10**9))
-        print(f"model      {size / 1e9:.2f} GB, bfloat16, {args.workers} workers")
-        copied_s = copy(root / "hf", root / "copy")
-        report("copy", copied_s, size, copied_s, None)
-        shutil.rmtree(root / "copy")
+        print(f"model      {size / 1e9:.2f} GB, bfloat16, {args.workers} workers", flush=True)
         more = ["--workers", str(args.workers)]
         for what, command in (
             ("to-megatron", [root / "hf", root / "megatron", *more]),
             ("to-hf", [root / "megatron", root / "back", "--like", root / "hf", *more]),
         ):
+            # Before each, since other work on the machine changes what a disk gives.
+            copied_s = copy(root / "hf", root / "copy")
+            report("copy", copied_s, size, copied_s, None)
+            shutil.rmtree(root / "copy")
             elapsed_s, peak = measure([what, *map(str, command)])
             report(what, elapsed_s, size, copied_s, peak)
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Trains a step in a layout and saves it as a run does, as Megatron-LM does in its two formats, and
+"""Trains two steps in a layout and saves it as a run does, as Megatron-LM does in its two formats, and
 as the Hugging Face tensors that this run itself exports.
 """
 
@@ -35,7 +35,9 @@ def main() -> None:
     specs = {role: load_spec(path) for role, path in model_paths(config).items()}
     actor, critic, _ = build_roles(config, specs, context, total_optimizer_steps=9)
     roles = {"actor": actor, "critic": critic}
-    update(roles, minibatch(roles, share(whole_batch(specs["actor"].vocab_size), context)))
+    mini = minibatch(roles, share(whole_batch(specs["actor"].vocab_size), context))
+    for _ in range(2):  # the first step's learning rate is 0
+        update(roles, mini)
     store = CheckpointStore(folder=arguments.out / "checkpoints", keep=1, context=context)
     store.save(7, {n: r.trainable for n, r in roles.items()}, {"note": 1})
     exported = {
