@@ -1,5 +1,5 @@
-"""Trains two steps in a layout and saves it as a run does, as Megatron-LM does in its two formats, and
-as the Hugging Face tensors that this run itself exports.
+"""Trains two steps in a layout and saves: as a run does, as Megatron-LM does in its two formats,
+and as the Hugging Face tensors that this run itself exports.
 """
 
 from __future__ import annotations
