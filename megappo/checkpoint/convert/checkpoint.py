@@ -236,7 +236,7 @@ def _match(
         raise CheckpointError(
             f"{disk.folder} does not hold the {spec.model_type} model with "
             f"{'a value head' if head == 'value' else 'a language-model head'} and "
-            f"{spec.num_layers} layers that --like describes: missing {listed(missing)}; "
+            f"{spec.num_layers} layers that config.json describes: missing {listed(missing)}; "
             f"left over {listed(left)}; give the folder of the model it was trained from"
         )
     wrong = [
@@ -244,8 +244,8 @@ def _match(
     ]
     if wrong:
         raise CheckpointError(
-            f"{disk.folder} is of another {spec.model_type} model than --like (checkpoint -> "
-            f"--like): {listed(set(wrong))}; give the folder of the model it was trained from"
+            f"{disk.folder} is of another {spec.model_type} model (checkpoint -> config.json): "
+            f"{listed(set(wrong))}; give the folder of the model it was trained from"
         )
     return found
 

@@ -47,7 +47,7 @@ from megappo.checkpoint.convert.torch_dist_writer import (
 from megappo.checkpoint.convert.workers import Report, run_jobs
 from megappo.errors import ModelError
 from megappo.models.build import chunk_layers
-from megappo.models.name_map import VALUE_HEAD, Entry, Head
+from megappo.models.name_map import EMBEDDING, LM_HEAD, VALUE_HEAD, Entry, Head
 from megappo.models.spec import ModelSpec, load_spec
 from megappo.models.weights import check_names, read_shard
 
@@ -150,6 +150,8 @@ def plan(
         table = parameters(spec, head)
         dtypes = {name: dtype or _common_dtype(tensors, entry) for name, entry in table.items()}
         dropped = tuple(sorted(tensors.names() - expected.keys()))
+        if head == "lm" and LM_HEAD in dropped:
+            _check_tied_head(tensors)
     made = Plan(
         source=source,
         spec=spec,
@@ -209,6 +211,21 @@ def write_part(job: Job, report: Report) -> list[Written]:
                 report(chunk.nbytes)
         files.add_objects(_extra_states(made, made.parts[job.part]), saved_bytes([None]))
         return files.written
+
+
+def _check_tied_head(tensors: HFTensors) -> None:
+    """A head that is left out must be the embedding.
+
+    Raises:
+        ModelError: it is not.
+    """
+    pairs = zip(tensors.blocks(LM_HEAD), tensors.blocks(EMBEDDING), strict=False)
+    same = tensors.shape(LM_HEAD) == tensors.shape(EMBEDDING)
+    if not same or not all(torch.equal(head, embedding) for head, embedding in pairs):
+        raise ModelError(
+            f"{tensors.folder} has a {LM_HEAD} that is not the embedding, but config.json sets "
+            "tie_word_embeddings, so it would be lost; remove the tensor, or set the key to false"
+        )
 
 
 def _common_dtype(tensors: HFTensors, entry: Entry) -> torch.dtype:

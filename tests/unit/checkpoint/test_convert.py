@@ -203,6 +203,21 @@ def test_mixed_dtypes_are_kept_and_one_can_be_asked_for(model, tmp_path):
     assert json.loads((tmp_path / "f" / "config.json").read_text())["dtype"] == "float32"
 
 
+def test_a_head_that_is_the_embedding_is_left_out_and_any_other_is_refused(tmp_path, capsys):
+    source = tmp_path / "tied"
+    write_model(source, tie_word_embeddings=True)
+    assert run("to-megatron", source, tmp_path / "m") == 2
+    assert "lm_head.weight that is not the embedding" in capsys.readouterr().err
+    tensors = stored(source)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    assert run("to-megatron", source, tmp_path / "m") == 0
+    assert "dropped    lm_head.weight" in capsys.readouterr().out
+    assert run("to-hf", tmp_path / "m", tmp_path / "hf", "--like", source) == 0
+    assert stored(tmp_path / "hf").keys() == tensors.keys() - {"lm_head.weight"}
+    assert run("verify", source, tmp_path / "hf") == 0
+
+
 def test_parts_of_one_parameter_of_different_dtypes_are_refused(model, tmp_path, capsys):
     mixed = tmp_path / "mixed"
     shutil.copytree(model, mixed)
@@ -464,7 +479,7 @@ def test_a_write_that_fails_leaves_nothing(model, tmp_path):
 
 def test_a_killed_conversion_leaves_nothing_that_looks_finished(tmp_path):
     big = tmp_path / "big"
-    write_model(big, vocab_size=400_000, hidden_size=256, intermediate_size=512)
+    write_model(big, vocab_size=200_000, hidden_size=256, intermediate_size=512)
     out, partial = tmp_path / "m", tmp_path / ".m.partial"
     command = [sys.executable, "-m", "megappo.cli", "convert", "to-megatron", str(big), str(out)]
     process = subprocess.Popen(command)
