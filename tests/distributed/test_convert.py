@@ -53,7 +53,7 @@ def folders(tmp_path_factory) -> Path:
 def test_megatron_loads_a_converted_checkpoint_in_layouts_it_was_not_cut_for(folders, layout):
     group, num_ranks, *flags = LOADS[layout]
     where = ("--models", str(folders / group), "--checkpoints", str(folders / f"{group}_cut"))
-    run_ranks("convert_load.py", num_ranks, *where, *flags)
+    run_ranks("convert_load.py", num_ranks, *where, *flags, timeout_s=400)
 
 
 def test_logits_of_a_changed_checkpoint_differ_by_what_was_changed(folders, tmp_path):
@@ -98,7 +98,7 @@ def test_what_a_run_saved_in_any_layout_exports_as_the_run_itself_does(configs, 
     family, num_ranks, overrides = RUNS[layout]
     config = configs[family]
     out = ["--config", str(config), "--out", str(tmp_path)]
-    run_ranks("convert_run.py", num_ranks, *out, *overrides)
+    run_ranks("convert_run.py", num_ranks, *out, *overrides, timeout_s=400)
     exported = torch.load(tmp_path / "exported.pt", weights_only=True)
     model, started = config.parent / "model", load_file(config.parent / "model/model.safetensors")
     with TorchDistTensors(tmp_path / "megatron_lm" / "iter_0000007") as tensors:
