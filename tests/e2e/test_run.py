@@ -104,10 +104,10 @@ def test_every_step_has_the_names_that_the_design_fixes(undisturbed):
         assert wanted <= row.keys()
     assert [("val/score/mean" in r) for r in rows] == [True, False, True, False, True]
     assert rows[0]["val/rows"] == 12
-    # guard.check_ranks_every is 2. Actor and critic: embedding, final norm and 12 a layer each; the
-    # model is untied, so the actor has its head, and the critic one value head.
+    # guard.check_ranks_every is 2. Actor and critic: embedding, final norm, a head, and in each layer
+    # two norms, two attention and two MLP matrices and the bias of query, key and value.
     compared = [r.get("training/compared_tensors") for r in rows]
-    assert compared == [None, None, 2 * (2 + 4 * 12 + 1), None, 2 * (2 + 4 * 12 + 1)]
+    assert compared == [None, None, 2 * (3 + 4 * 7), None, 2 * (3 + 4 * 7)]
     # verify_sync is `first`: embedding, norm, head and the last layer's 12 (Qwen2: three biases).
     assert [r["rollout/sync_verified"] for r in rows] == [15, 0, 0, 0, 0]
     assert rows[1]["rollout/sync_gb"] == rows[0]["rollout/sync_gb"] > 0

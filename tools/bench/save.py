@@ -99,6 +99,10 @@ def run(
         say=print,
         event=lambda kind, step, **details: events.append({"kind": kind, **details}),
     )
+    if mode != "none":  # imports, and memory that is taken for the first time
+        saver.save_now(0)
+        saver.take_metrics()
+        events.clear()
     started = time.perf_counter()
     updates = 0.0
     for step in range(1, arguments.steps + 1):
@@ -106,6 +110,7 @@ def run(
         update(actor, critic, mini)
         updates += time.perf_counter() - before
         saver.after_step(step, val_score=None)
+    blocked = saver.take_metrics()["timing_s/save"]
     saver.finish()
     total = time.perf_counter() - started
     saves = [event for event in events if event["kind"] == "saved"]
@@ -116,7 +121,7 @@ def run(
         num_saves=len(saves),
         gb=max((event["gb"] for event in saves), default=0.0),
         update_s=updates / arguments.steps,
-        blocked_s=saver.take_metrics()["timing_s/save"] / count if saves else 0.0,
+        blocked_s=blocked / count,
         write_s=sum(event["write_s"] for event in saves) / count,
         total_s=total,
     )
