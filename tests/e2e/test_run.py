@@ -104,7 +104,7 @@ def test_every_step_has_the_names_that_the_design_fixes(undisturbed):
         assert wanted <= row.keys()
     assert [("val/score/mean" in r) for r in rows] == [True, False, True, False, True]
     assert rows[0]["val/rows"] == 12
-    # guard.check_ranks_every is 2. Actor and critic: embedding, final norm, a head, and in each layer
+    # guard.check_ranks_every is 2. Actor and critic: embedding, final norm, a head, and in a layer
     # two norms, two attention and two MLP matrices and the bias of query, key and value.
     compared = [r.get("training/compared_tensors") for r in rows]
     assert compared == [None, None, 2 * (3 + 4 * 7), None, 2 * (3 + 4 * 7)]
