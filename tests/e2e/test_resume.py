@@ -57,12 +57,14 @@ def test_a_run_of_tp_2_goes_on_at_dp_2_with_the_same_prompts_and_numbers(root):
         if json.loads(line)["kind"] == "resumed"
     )
     assert "guard.warn_log_prob_diff 0.1 -> 0.2" in resumed["changes"]
-    whole = rows_of(root / "whole", 3)
-    assert rows_of(run_dir, 3) == whole[: len(whole) // 2]  # rank 0's half of the same batch
+    whole, half = (set(rows_of(folder, 3)) for folder in (root / "whole", run_dir))
+    assert len(whole) == 8
+    assert len(half) == 4  # rank 0's
+    assert half < whole
     expected, found = metrics(root / "whole")[-1], metrics(run_dir)[-1]
     assert found["step"] == expected["step"] == 3
     for key in ("critic/score/mean", "response_length/mean", "actor/lr", "actor/kl_coef"):
-        assert found[key] == pytest.approx(expected[key], rel=1e-6), key
+        assert found[key] == pytest.approx(expected[key], rel=1e-5), key
     for key in ("critic/vf_loss", "actor/pg_loss", "actor/entropy"):
         assert found[key] == pytest.approx(expected[key], abs=1e-5), key
     for key in ("critic/grad_norm", "actor/grad_norm"):
