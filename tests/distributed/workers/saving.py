@@ -126,6 +126,7 @@ def full_disk(scene: Scene) -> dict[str, Any]:
     with file_size_limit(20_000 if limited else resource.RLIM_INFINITY):
         saver.after_step(2, val_score=None)
         saver.finish()
+        parallel.barrier(scene.context)  # rank 0 removes what was written while others go on
         failed = {
             **scene.take(),
             "left": sorted(p.name for p in (scene.out / "full_disk").iterdir()),
