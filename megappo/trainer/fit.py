@@ -137,26 +137,16 @@ class Run:
             every = self.config.trainer.test_freq
             if self._due(step, every) or (step == self.total_steps and every > 0):
                 metrics |= self._validate()
-        except StepAbandoned as abandoned:
+        except (StepAbandoned, MemoryLost) as given_up:
             self._engine_metrics(trainer.step_number + 1)
-            responder.roll_back(abandoned.decision)
+            self._take_back(given_up, responder)
             return None
-        except MemoryLost as lost:
-            decision = trainer.guard.out_of_memory(trainer.step_number + 1, str(lost))
-            if decision is None:
-                raise
-            self._engine_metrics(trainer.step_number + 1)
-            responder.free_memory(decision)
-            return None
-        except torch.OutOfMemoryError as error:
-            self._out_of_memory().note(trainer.adjustments, trainer.step_number + 1, str(error))
-            raise
         except StopHere as stop:
             trainer.sampler.load_state_dict(sampler)
             step = trainer.step_number
             raise StopRequested(f"stopped by {stop} after step {step}; {self.save(step)}") from stop
-        except GuardStop as stop:
-            self._event("guard", trainer.step_number + 1, action="stop", reason=str(stop))
+        except (GuardStop, torch.OutOfMemoryError) as error:
+            self._note_end(error)
             raise
         except EnginesLost:
             if metrics:
@@ -176,6 +166,25 @@ class Run:
             raise problem
         taken_back = responder.respond(trainer.guard.after_step(step, metrics))
         return None if taken_back else metrics
+
+    def _take_back(self, given_up: StepAbandoned | MemoryLost, responder: Responder) -> None:
+        """From a step that was not finished to an earlier state. Collective over the world."""
+        if isinstance(given_up, StepAbandoned):
+            responder.roll_back(given_up.decision)
+            return
+        guard, step = self.trainer.guard, self.trainer.step_number + 1
+        decision = guard.out_of_memory(step, str(given_up))
+        if decision is None:
+            raise given_up
+        responder.free_memory(decision)
+
+    def _note_end(self, error: GuardStop | torch.OutOfMemoryError) -> None:
+        """What events or the next start should know of a step that ends the run."""
+        step = self.trainer.step_number + 1
+        if isinstance(error, GuardStop):
+            self._event("guard", step, action="stop", reason=str(error))
+        else:
+            self._out_of_memory().note(self.trainer.adjustments, step, str(error))
 
     def _stop_agreed(self) -> str:
         """Why the run is to stop, if any rank was asked to. Collective over the world."""

@@ -133,11 +133,19 @@ class Guard:
 
     @property
     def in_doubt(self) -> bool:
-        """Whether a rule that would go back has begun to hold: no state to keep."""
+        """Whether a rule that would go back has begun to hold: no state to keep.
+
+        What is not finite was never written, so it leaves the state as good as it was.
+        """
         return any(
-            count > 0 and self.settings.rules[key.partition(":")[0]].action == "roll_back"
+            count > 0 and self._goes_back_from(*key.split(":", 1))
             for key, count in self.streaks.items()
         )
+
+    def _goes_back_from(self, name: str, metric: str) -> bool:
+        rule = self.settings.rules[name]
+        written = not rule.non_finite or metric not in UPDATE_METRICS
+        return rule.action == "roll_back" and written
 
     def forget_streaks(self) -> None:
         """After a return to an earlier state, what came later no longer counts."""

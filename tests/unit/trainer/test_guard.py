@@ -67,15 +67,27 @@ def test_the_third_update_in_a_row_that_is_not_finite_goes_back():
     made = guard()
     assert not made.admit(1, update(math.nan))
     assert not made.admit(1, update(math.nan))
-    assert made.in_doubt
     assert made.admit(2, update(1.0))
-    assert not made.in_doubt
     for _ in range(2):
         assert not made.admit(2, update(math.nan))
     assert len(made.take_decided()) == 4
     with pytest.raises(StepAbandoned, match=r"not finite for 3 steps \(guard\.rules\.non_finite_"):
         made.admit(2, update(math.nan))
     assert [d.action for d in made.take_decided()] == ["skip_update"]
+
+
+def test_a_state_is_in_doubt_once_something_bad_was_written():
+    made = guard(
+        nan=GuardRule(metrics=["actor/loss"], non_finite=True, for_steps=3, action="roll_back"),
+        norm=GuardRule(metrics=["actor/grad_norm"], above=5, for_steps=3, action="roll_back"),
+        look=GuardRule(metrics=["actor/grad_norm"], above=1, for_steps=9, action="warn"),
+    )
+    assert made.admit(1, update(2.0, math.nan))
+    assert not made.in_doubt
+    assert made.admit(1, update(6.0))
+    assert made.in_doubt
+    assert made.admit(1, update(2.0))
+    assert not made.in_doubt
 
 
 def test_updates_of_the_other_role_do_not_break_a_row():
