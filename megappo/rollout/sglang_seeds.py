@@ -18,7 +18,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from megappo.rollout import sglang_attention, sglang_orphans, sglang_staging
+from megappo.rollout import (
+    sglang_attention,
+    sglang_orphans,
+    sglang_shapes,
+    sglang_staging,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -115,4 +120,5 @@ def register() -> None:
         "sglang.srt.layers.sampler.multinomial_with_seed", draw_tokens, HookType.REPLACE
     )
     sglang_attention.register()
+    sglang_shapes.register()
     sglang_staging.register()

@@ -14,7 +14,6 @@ How SGLang holds a Hugging Face tensor, for the families that we know, with T pr
     experts.E.gate_proj, up_proj  experts.w13_weight [E, ..]: as gate_up_proj; Mixtral's w1, w3
     experts.E.down_proj           experts.w2_weight [E, ..]: columns, 1/T; Mixtral's w2
     o_proj, down_proj             columns, 1/T
-    (on CPU the width of an MLP is padded with zeros to a multiple of 32 a process before the split)
     embed_tokens, lm_head         rows, padded with zeros to a multiple of 64 a process, 1/T; a tied
                                   head is the embedding
     all others                    whole, on every process
@@ -45,8 +44,6 @@ _FUSED_ORDER = (*_FUSED, "w1", "w3")
 _MLP_OUTPUTS = ("down_proj.weight", "w2_weight")
 _BY_WORDS = ("embed_tokens.weight", "lm_head.weight")
 _WORDS_MULTIPLE = 64
-_MLP_MULTIPLE = {"cpu": 32, "cuda": 1}
-"""SGLang's `adjust_config_with_unaligned_cpu_tp` pads on CPU alone."""
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -93,7 +90,6 @@ class SyncWitness:
                     rank=rank,
                     tp_size=len(ranks),
                     num_kv_heads=num_kv_heads,
-                    mlp_multiple=_MLP_MULTIPLE[device],
                 )
                 if found[parameter] != _checksum(shard):
                     raise EngineRefused(
@@ -146,7 +142,6 @@ def engine_shard(
     rank: int,
     tp_size: int,
     num_kv_heads: int,
-    mlp_multiple: int,
 ) -> Tensor:
     """One SGLang parameter as one process holds it, experts one below the other; see the table.
 
@@ -155,9 +150,7 @@ def engine_shard(
         rank: number of the process.
         tp_size: processes of the engine.
         num_kv_heads: of the model.
-        mlp_multiple: the width of an MLP is padded with zeros to a multiple of it, times T.
     """
-    multiple = mlp_multiple * tp_size
     name, tensors = engine_name(parts[0][0]), [tensor for _, tensor in parts]
     if ".qkv_proj." in name:
         q, *kv = tensors
@@ -165,10 +158,9 @@ def engine_shard(
         heads = [_slice(x, rank // copies, tp_size // copies) for x in kv]
         return torch.cat([_slice(q, rank, tp_size), *heads])
     if ".gate_up_proj." in name or name.endswith("w13_weight"):
-        return torch.cat([_slice(_padded(x, multiple), rank, tp_size) for x in tensors])
+        return torch.cat([_slice(x, rank, tp_size) for x in tensors])
     if name.endswith(_MLP_OUTPUTS):
-        columns = [_padded(x, multiple, dim=1) for x in tensors]
-        return torch.cat([_slice(x, rank, tp_size, dim=1) for x in columns])
+        return torch.cat([_slice(x, rank, tp_size, dim=1) for x in tensors])
     (whole,) = tensors
     if name.endswith("o_proj.weight"):
         return _slice(whole, rank, tp_size, dim=1)
@@ -187,13 +179,7 @@ def _padded_words(x: Tensor, tp_size: int) -> Tensor:
     multiple = _WORDS_MULTIPLE
     if -(-len(x) // multiple) * multiple % tp_size:
         multiple *= tp_size
-    return _padded(x, multiple)
-
-
-def _padded(x: Tensor, multiple: int, *, dim: int = 0) -> Tensor:
-    shape = list(x.shape)
-    shape[dim] = -shape[dim] % multiple
-    return torch.cat([x, x.new_zeros(shape)], dim=dim)
+    return torch.cat([x, x.new_zeros(-len(x) % multiple, *x.shape[1:])])
 
 
 def _checksum(tensor: Tensor) -> str:

@@ -93,8 +93,9 @@ def preflight(
         raise ConfigError("\n".join(problems))
     _check_budgets(config)
     specs = _check_models(config)
-    _check_engine_family(specs["actor"], config.rollout.engine)
-    _check_engine_split(specs["actor"], config.rollout.tp)
+    if config.rollout.engine == "sglang":
+        _check_engine_family(specs["actor"])
+        _check_engine_split(specs["actor"], config.rollout.tp)
     end_token_ids(config.model.path)  # a model without any would never end a response
     check_files(config.data.train_files, prompt_key=config.data.prompt_key)
     if config.data.val_files:
@@ -265,8 +266,8 @@ def _check_stop_tokens(config: Config, spec: ModelSpec) -> None:
         )
 
 
-def _check_engine_family(spec: ModelSpec, engine: str) -> None:
-    if engine == "sglang" and spec.latent is not None:
+def _check_engine_family(spec: ModelSpec) -> None:
+    if spec.latent is not None:
         raise ConfigError(
             f"rollout.engine is sglang and the actor a {spec.model_type} model: SGLang fuses two "
             "of its projections only if one push has both, and on CPU has no plain kernel for "
@@ -275,27 +276,28 @@ def _check_engine_family(spec: ModelSpec, engine: str) -> None:
 
 
 def _check_engine_split(spec: ModelSpec, tp: int) -> None:
-    """What SGLang cuts into `rollout.tp` equal parts must have so many."""
+    """SGLang must know the kinds of layers, and cut them into `rollout.tp` equal parts."""
+    if spec.num_experts and not all(spec.moe_layers):
+        dense = [number for number, has_experts in enumerate(spec.moe_layers) if not has_experts]
+        raise ConfigError(
+            f"rollout.engine is 'sglang': the actor's layers {dense} have no experts "
+            "(mlp_only_layers, decoder_sparse_step), and SGLang gives every layer of a "
+            f"{spec.model_type} model experts, without a word; use a model with experts in every "
+            "layer, or rollout.engine=megatron"
+        )
     split = {"attention heads": spec.num_heads}
-    if not (spec.num_experts and all(spec.moe_layers)):
-        split["MLP columns"] = spec.ffn_hidden_size
     if spec.num_experts:
         split["columns of an expert"] = spec.moe_ffn_hidden_size
     if spec.shared_ffn_hidden_size:
         split["columns of the shared experts"] = spec.shared_ffn_hidden_size
+    if not (spec.num_experts and all(spec.moe_layers)):
+        split["MLP columns"] = spec.ffn_hidden_size
     for what, count in split.items():
         if count % tp:
             raise ConfigError(
                 f"rollout.tp is {tp}: the actor has {count} {what}, which SGLang splits evenly; "
                 f"choose a rollout.tp that divides {count}"
             )
-    width = spec.moe_ffn_hidden_size
-    if tp > 1 and width % (32 * tp):
-        raise ConfigError(
-            f"rollout.tp is {tp}: the actor's experts are {width} wide, and SGLang pads a share of "
-            "them that is no multiple of 32, which is not proved right yet; choose a rollout.tp "
-            f"whose 32-fold divides {width}"
-        )
     heads = spec.num_kv_heads
     if heads % tp and tp % heads:
         raise ConfigError(

@@ -9,10 +9,9 @@ def rows(count, columns=1, start=0):
     return torch.arange(start, start + count * columns, dtype=torch.float32).reshape(count, columns)
 
 
-def shards(*parts, tp, kv=2, multiple=1):
+def shards(*parts, tp, kv=2):
     return [
-        engine_shard(parts, rank=rank, tp_size=tp, num_kv_heads=kv, mlp_multiple=multiple).tolist()
-        for rank in range(tp)
+        engine_shard(parts, rank=rank, tp_size=tp, num_kv_heads=kv).tolist() for rank in range(tp)
     ]
 
 
@@ -69,15 +68,12 @@ def test_experts_stand_below_each_other():
     assert shards(*down, tp=2) == [[[0], [10]], [[1], [11]]]
 
 
-def test_an_mlps_width_is_padded_before_the_split():
+def test_an_mlps_width_is_split_as_it_is():
     gate_up = (("l.gate_proj.weight", rows(6)), ("l.up_proj.weight", rows(6, start=10)))
-    first, second = shards(*gate_up, tp=2, multiple=4)
-    assert [x[0] for x in first] == [0, 1, 2, 3, 10, 11, 12, 13]
-    assert [x[0] for x in second] == [4, 5, 0, 0, 14, 15, 0, 0]
-    assert shards(("l.down_proj.weight", rows(1, 6)), tp=2, multiple=4) == [
-        [[0, 1, 2, 3]],
-        [[4, 5, 0, 0]],
-    ]
+    first, second = shards(*gate_up, tp=2)
+    assert [x[0] for x in first] == [0, 1, 2, 10, 11, 12]
+    assert [x[0] for x in second] == [3, 4, 5, 13, 14, 15]
+    assert shards(("l.down_proj.weight", rows(1, 6)), tp=2) == [[[0, 1, 2]], [[3, 4, 5]]]
 
 
 def test_words_are_padded_with_zeros():
