@@ -15,7 +15,7 @@ rank, after which the whole run must be started again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -83,7 +83,8 @@ class EngineKeeper:
         start: starts an engine with the model folder's weights; called again for each restart. None
             on a rank that owns no engine: it takes part in what is collective.
         context: this rank's place.
-        weight_names: every tensor of the model in Hugging Face names; a push sends each once.
+        weights: shape of every tensor of the model by its Hugging Face name; a push sends each
+            once.
         max_restarts: replacements in this process's life.
     """
 
@@ -92,12 +93,12 @@ class EngineKeeper:
         start: Callable[[], RolloutEngine] | None,
         *,
         context: ParallelContext,
-        weight_names: frozenset[str],
+        weights: Mapping[str, Sequence[int]],
         max_restarts: int,
     ) -> None:
         self._start = start
         self._context = context
-        self._weight_names = weight_names
+        self._weights = weights
         self._max_restarts = max_restarts
         self._num_restarts = 0
         self._num_aborted = 0
@@ -274,7 +275,7 @@ class EngineKeeper:
             try:
                 self._wake(self._engine)
                 self._held = self._engine.update_weights(
-                    tensors, expected_names=self._weight_names, version=self._version
+                    tensors, expected_names=self._weights, version=self._version
                 )
             except EngineFailure as error:
                 failure = self._note(error)

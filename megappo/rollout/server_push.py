@@ -97,6 +97,7 @@ class ServerLink:
         named_tensors: Iterable[tuple[str, Tensor]],
         *,
         expected_names: Collection[str],
+        dtype: torch.dtype,
         version: str,
         bucket_bytes: int,
         witness: SyncWitness | None,
@@ -107,7 +108,9 @@ class ServerLink:
 
         Args:
             named_tensors: Hugging Face names and whole tensors; read once, one bucket ahead.
-            expected_names: the names that must come, each exactly once.
+            expected_names: the names that must come, each exactly once; a mapping to shapes has
+                those compared too.
+            dtype: of all of them.
             version: that the server's answers carry from now on.
             bucket_bytes: size at which a bucket is sent; a larger tensor goes alone.
             witness: compares what the server holds afterwards; None does not.
@@ -116,7 +119,7 @@ class ServerLink:
         """
         start = time.monotonic()
         num_tensors = num_bytes = num_verified = 0
-        checked = checked_weights(named_tensors, expected_names)
+        checked = checked_weights(named_tensors, expected_names, dtype)
         if witness is not None:
             checked = witness.watch(checked)
         staging = torch.empty(0, dtype=torch.uint8, device=device)

@@ -136,11 +136,13 @@ class SGLangEngine:
 
         Args:
             named_tensors: Hugging Face names and tensors, on the CPU or the engine's device.
-            expected_names: the names that must come, each exactly once.
+            expected_names: the names that must come, each exactly once; a mapping to shapes has
+                those compared too.
             version: of these weights; completions are checked against it.
 
         Raises:
-            ValueError: a name is unknown, missing or comes twice, or its tensor is not finite.
+            ValueError: a name is unknown, missing or comes twice, or its tensor is not finite or
+                has another shape or dtype.
             EngineRefused: SGLang refused a part, or holds something else than what was sent.
             EngineDied: the engine's processes are gone.
             RuntimeError: the engine sleeps.
@@ -154,6 +156,7 @@ class SGLangEngine:
             self._process,
             named_tensors,
             expected_names=expected_names,
+            dtype=self.settings.torch_dtype,
             version=version,
             bucket_bytes=self.settings.bucket_bytes,
             tp_size=self.settings.tp_size,

@@ -32,6 +32,7 @@ from megappo.rollout.server_checks import ServerFacts, WantedModel, inspect_serv
 from megappo.rollout.server_client import ServerClient
 from megappo.rollout.server_push import ServerLink
 from megappo.rollout.sglang_answers import body_of, completion_of, outputs_of
+from megappo.rollout.sglang_settings import DTYPES
 from megappo.rollout.sync_check import SyncWitness
 from megappo.types import Completion
 
@@ -152,7 +153,8 @@ class SGLangServer:
 
         Args:
             named_tensors: Hugging Face names and tensors.
-            expected_names: the names that must come, each exactly once.
+            expected_names: the names that must come, each exactly once; a mapping to shapes has
+                those compared too.
             version: of these weights; completions are checked against it.
 
         Raises:
@@ -170,6 +172,7 @@ class SGLangServer:
         report = self._link.push(
             named_tensors,
             expected_names=expected_names,
+            dtype=DTYPES[settings.model.dtype],
             version=self._version_word(version),
             bucket_bytes=settings.bucket_bytes,
             witness=SyncWitness(expected_names) if verify else None,

@@ -17,7 +17,9 @@ INITIAL_WEIGHT_VERSION = 0
 """Version of the weights that the engine reads from the model folder."""
 
 _DEVICES = ("cpu", "cuda")
-_DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = {
+    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
+}  # fmt: skip
 _PLUGINS = {"sglang.srt.platforms": "megappo_cpu", "sglang.srt.plugins": "megappo_seeds"}
 CONTEXT_RESERVE = 8
 """Tokens that SGLang keeps free at the end of the context and of the cache."""
@@ -76,8 +78,10 @@ class EngineSettings:
     def __post_init__(self) -> None:
         if self.device not in _DEVICES:
             raise UserError(f"the engine's device must be one of {_DEVICES}, not {self.device!r}")
-        if self.dtype not in _DTYPES:
-            raise UserError(f"the engine's dtype must be one of {_DTYPES}, not {self.dtype!r}")
+        if self.dtype not in DTYPES:
+            raise UserError(
+                f"the engine's dtype must be one of {tuple(DTYPES)}, not {self.dtype!r}"
+            )
         counts = ("context_length", "tp_size", "max_running_requests", "num_threads")
         for name in (*counts, "bucket_bytes"):
             if getattr(self, name) < 1:
@@ -87,6 +91,11 @@ class EngineSettings:
                 f"max_total_tokens ({self.cache_tokens}) must hold one request of context_length "
                 f"({self.context_length}) tokens: raise max_total_tokens or lower context_length"
             )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Of weights and cache."""
+        return DTYPES[self.dtype]
 
     @property
     def cache_tokens(self) -> int | None:

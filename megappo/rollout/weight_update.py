@@ -5,15 +5,17 @@ bucket: memory and file descriptors stay constant however large the model is. Th
 for a bucket. While the engine loads one, the next is gathered and packed into the other. SGLang
 copies a bucket into its parameters before it answers, so its place is free again then.
 
-SGLang skips names that it does not know and reports success. So the names are compared here with
-those that the caller expects, each exactly once, and a tensor that is not finite is not sent.
+SGLang skips names that it does not know and reports success, dies of a wrong shape, and casts a
+wrong dtype without a word. So names, shapes and dtypes are compared here with those that the caller
+expects, each name exactly once, and a tensor that is not finite is not sent. What was loaded is
+counted where SGLang has said so, so that no bucket is lost on its way.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Coroutine, Iterable, Iterator
+from collections.abc import Collection, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,12 +29,16 @@ from megappo.rollout.sglang_process import SGLangProcess
 from megappo.rollout.staging import Slot, Staging, pack, padded
 from megappo.rollout.sync_check import SyncWitness, read_checksums
 
+_IN_FLOAT32 = ".e_score_correction_bias"
+"""Names of routers' biases end so; models and SGLang hold them in float32 whatever their dtype."""
+
 
 def push_weights(
     process: SGLangProcess,
     named_tensors: Iterable[tuple[str, Tensor]],
     *,
     expected_names: Collection[str],
+    dtype: torch.dtype,
     version: int,
     bucket_bytes: int,
     tp_size: int,
@@ -46,7 +52,9 @@ def push_weights(
     Args:
         process: the engine.
         named_tensors: Hugging Face names and whole tensors; read once, one bucket ahead.
-        expected_names: the names that must come, each exactly once.
+        expected_names: the names that must come, each exactly once; a mapping to shapes has those
+            compared too.
+        dtype: of all of them.
         version: that completions report from now on.
         bucket_bytes: size at which a bucket is sent; a larger tensor goes alone.
         tp_size: processes that load the weights, each its part.
@@ -56,13 +64,15 @@ def push_weights(
         timeout_s: for each request to the engine.
 
     Raises:
-        ValueError: a name is unknown, missing or comes twice, or its tensor is not finite.
-        EngineRefused: SGLang refused a bucket, reports another version, or holds something else.
+        ValueError: a name is unknown, missing or comes twice, or its tensor is not finite or has
+            another shape or dtype.
+        EngineRefused: SGLang refused or did not get a bucket, reports another version, or holds
+            something else.
         EngineDied: the engine's processes are gone.
     """
     start = time.monotonic()
     push = _Push(process, staging=staging, tp_size=tp_size, timeout_s=timeout_s)
-    checked = checked_weights(named_tensors, expected_names)
+    checked = checked_weights(named_tensors, expected_names, dtype)
     if witness is not None:
         checked = witness.watch(checked)
     try:
@@ -71,6 +81,11 @@ def push_weights(
                 push.send(bucket)
     finally:
         staging.end_push()
+    if push.num_tensors != len(expected_names):
+        raise EngineRefused(
+            f"SGLang loaded {push.num_tensors} of {len(expected_names)} weights: a bucket was lost "
+            "on its way"
+        )
     num_verified = 0
     if witness is not None:
         num_verified = witness.compare(
@@ -88,9 +103,18 @@ def push_weights(
 
 
 def checked_weights(
-    named_tensors: Iterable[tuple[str, Tensor]], expected_names: Collection[str]
+    named_tensors: Iterable[tuple[str, Tensor]],
+    expected_names: Collection[str],
+    dtype: torch.dtype,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Passes tensors on; raises ValueError at a wrong name, or when some are missing."""
+    """Passes tensors on; raises ValueError at a wrong name, shape or dtype, or if some are missing.
+
+    Args:
+        named_tensors: Hugging Face names and whole tensors.
+        expected_names: each comes once; a mapping to shapes has those compared too.
+        dtype: of all but what a model holds in float32 whatever its dtype.
+    """
+    shapes = expected_names if isinstance(expected_names, Mapping) else {}
     missing = set(expected_names)
     known = frozenset(missing)
     for name, tensor in named_tensors:
@@ -101,6 +125,16 @@ def checked_weights(
             )
         if name not in missing:
             raise ValueError(f"weight {name!r} was pushed twice: export each name once")
+        if name in shapes and tuple(tensor.shape) != tuple(shapes[name]):
+            raise ValueError(
+                f"weight {name!r} has shape {list(tensor.shape)}, and the engine needs "
+                f"{list(shapes[name])}: correct the export of its family"
+            )
+        if tensor.dtype != (torch.float32 if name.endswith(_IN_FLOAT32) else dtype):
+            raise ValueError(
+                f"weight {name!r} is {tensor.dtype}, and the engine holds {dtype}, to which it "
+                "would cast without a word: export the model's dtype"
+            )
         missing.remove(name)
         yield name, tensor
     if missing:
@@ -136,6 +170,8 @@ class _Sent:
     what: str
     slot: Slot | None
     """That the engine's processes read until they answer."""
+    num_tensors: int
+    num_bytes: int
 
 
 class _Push:
@@ -194,10 +230,10 @@ class _Push:
             self._process.manager.update_weights_from_tensor(request, None),
             f"loading {len(bucket)} weights from {bucket[0][0]} to {bucket[-1][0]}",
             slot=slot,
+            num_tensors=len(bucket),
+            num_bytes=sum(tensor.nbytes for _, tensor in bucket),
         )
         self._num_buckets += 1
-        self.num_tensors += len(bucket)
-        self.num_bytes += sum(tensor.nbytes for _, tensor in bucket)
 
     def set_version(self, version: int) -> None:
         """Sets the version in every process and reads it back."""
@@ -222,10 +258,23 @@ class _Push:
         )
 
     def _submit(
-        self, request: Coroutine[Any, Any, tuple[bool, str]], what: str, *, slot: Slot | None = None
+        self,
+        request: Coroutine[Any, Any, tuple[bool, str]],
+        what: str,
+        *,
+        slot: Slot | None = None,
+        num_tensors: int = 0,
+        num_bytes: int = 0,
     ) -> None:
-        answer = self._process.submit(request, what=what)
-        self._sent.append(_Sent(answer=answer, what=what, slot=slot))
+        self._sent.append(
+            _Sent(
+                answer=self._process.submit(request, what=what),
+                what=what,
+                slot=slot,
+                num_tensors=num_tensors,
+                num_bytes=num_bytes,
+            )
+        )
 
     def _settle(self, most: int) -> None:
         """Waits until at most so many requests have no answer; raises EngineRefused at a no."""
@@ -234,6 +283,8 @@ class _Push:
             success, message = self._answer(sent)
             if not success:
                 raise EngineRefused(f"SGLang refused {sent.what}: {message}")
+            self.num_tensors += sent.num_tensors
+            self.num_bytes += sent.num_bytes
             if sent.slot is not None and sent.slot.buffer is not None:
                 # `sglang_staging`, which SGLang on CUDA goes without, keeps it mapped.
                 sent.slot.mapped = not sent.slot.buffer.is_cuda

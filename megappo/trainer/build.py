@@ -72,7 +72,7 @@ def build_trainer(
         engine = EngineKeeper(
             start_engine if placement.owns_engine else None,
             context=context,
-            weight_names=frozenset(hf_names(found.actor_spec)),
+            weights=hf_names(found.actor_spec),
             max_restarts=config.rollout.max_restarts,
         )
     rollouts = RolloutWorker(
