@@ -138,8 +138,9 @@ def check_sections(config: Config) -> list[str]:
 def _check_ratio(config: Config) -> list[str]:
     """Engine log-probs may stand in a ratio only where they are those of the trainer's softmax.
 
-    With top_p or top_k the engine renormalises over the tokens that it keeps. Over the trainer's
-    probabilities that makes a ratio of the kept mass for a policy that did not change.
+    With top_p, top_k or min_p tokens are drawn with their share of the kept tokens' probability. To
+    that, the trainer's is a ratio of the kept mass for a policy that did not change; what an engine
+    reports of it is its own affair.
     """
     rollout, algorithm = config.rollout, config.algorithm
     problems = []
@@ -151,10 +152,11 @@ def _check_ratio(config: Config) -> list[str]:
     for key, (value, off) in used.items():
         if rollout.truncates and value not in (False, "none"):
             problems.append(
-                f"{key} is {value!r}: with rollout.top_p {rollout.top_p} and rollout.top_k "
-                f"{rollout.top_k} the engine's log-probs are of the kept tokens alone, and their "
-                f"ratio to the trainer's is wrong; set rollout.top_p=1 and rollout.top_k=-1, or "
-                f"{key}={off}"
+                f"{key} is {value!r}: with rollout.top_p {rollout.top_p}, rollout.top_k "
+                f"{rollout.top_k} and rollout.min_p {rollout.min_p} tokens are drawn from those "
+                "that are kept alone, and a ratio of the trainer's log-probs to the engine's is "
+                "not that of the draw; set rollout.top_p=1, rollout.top_k=-1 and rollout.min_p=0, "
+                f"or {key}={off}"
             )
     if config.actor.use_rollout_log_probs and algorithm.rollout_is != "none":
         problems.append(

@@ -83,6 +83,7 @@ class ValSamplingSection:
     temperature: float = opt(0.0, "0 is greedy", verl=R + "val_kwargs.temperature")
     top_p: float = opt(1.0, "nucleus", verl=R + "val_kwargs.top_p")
     top_k: int = opt(-1, "-1 keeps all", verl=R + "val_kwargs.top_k")
+    min_p: float = opt(0.0, "0 keeps all")
     n: int = opt(1, "responses a validation prompt", verl=R + "val_kwargs.n")
     max_response_length: int = opt(0, "most tokens of a response; 0: as many as in training")
 
@@ -92,6 +93,7 @@ class ValSamplingSection:
         p.positive(n=self.n)
         p.require(0 < self.top_p <= 1, "top_p", self.top_p, "it must lie in (0, 1]")
         p.require(self.top_k == -1 or self.top_k > 0, "top_k", self.top_k, "-1, or over 0")
+        p.require(0 <= self.min_p < 1, "min_p", self.min_p, "it must lie in [0, 1)")
         p.done()
 
 
@@ -116,6 +118,9 @@ class RolloutSection:
     temperature: float = opt(1.0, "every log-prob is of logits/temperature", verl=R + "temperature")
     top_p: float = opt(1.0, "nucleus; 1 keeps all", verl=R + "top_p")
     top_k: int = opt(-1, "likeliest tokens kept; -1 keeps all", verl=R + "top_k")
+    min_p: float = opt(
+        0.0, "share of the likeliest token's probability that a kept one has at least; 0 keeps all"
+    )
     stop: list[str] = opt([], "strings that end a response, besides the model's end tokens")
     stop_token_ids: list[int] = opt(
         [], "tokens that end a response and are cut from its text, besides the model's end tokens"
@@ -174,8 +179,8 @@ class RolloutSection:
 
     @property
     def truncates(self) -> bool:
-        """Whether training leaves out tokens: log-probs are then of the kept ones (engine)."""
-        return self.top_p < 1 or self.top_k != -1
+        """Whether training leaves out tokens: no log-prob over all words is then the draw's."""
+        return self.top_p < 1 or self.top_k != -1 or self.min_p > 0
 
     @property
     def val_response_length(self) -> int:
@@ -201,6 +206,7 @@ class RolloutSection:
         p.not_negative(max_restarts=self.max_restarts)
         p.require(0 < self.top_p <= 1, "top_p", self.top_p, "it must lie in (0, 1]")
         p.require(self.top_k == -1 or self.top_k > 0, "top_k", self.top_k, "-1, or over 0")
+        p.require(0 <= self.min_p < 1, "min_p", self.min_p, "it must lie in [0, 1)")
         p.require(all(self.stop), "stop", self.stop, "a stop string must not be empty")
         p.require(
             all(token >= 0 for token in self.stop_token_ids), "stop_token_ids", self.stop_token_ids,

@@ -69,21 +69,13 @@ class SamplingSettings:
         return self.top_p < 1 or self.top_k != _TOP_K_ALL or self.min_p > 0
 
     def to_sglang(self, *, seed: int) -> dict[str, Any]:
-        """SGLang's `sampling_params` for one request.
-
-        Raises:
-            UserError: `min_p` is set: SGLang cannot combine it with a seed for each request.
-        """
-        if self.min_p > 0:
-            raise UserError(
-                f"min_p={self.min_p} cannot be used: SGLang refuses it together with the seed of "
-                "each request, which keeps rollouts reproducible; set min_p to 0 and use top_p"
-            )
+        """SGLang's `sampling_params` for one request; `sglang_min_p` makes `min_p` possible."""
         return {
             "max_new_tokens": self.max_new_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
+            "min_p": self.min_p,
             "stop": list(self.stop),
             "stop_token_ids": list(self.stop_token_ids),
             "ignore_eos": self.ignore_eos,

@@ -9,8 +9,8 @@ argmax_v(log p_v + g_v) with g_v = -log(-log u_v) is distributed as p. Here u_v 
 of (seed, position, v). So a sample depends on its own logits alone: not on the batch that it
 shares, the order of requests, or a restart.
 
-SGLang's processes find `register` by the entry point `sglang.srt.plugins` of setup.py. It draws
-nothing where CUDA is available: there the engine runs SGLang's deterministic mode.
+SGLang's processes find `register` by the entry point `sglang.srt.plugins` of setup.py. Where CUDA
+is available the engine runs SGLang's deterministic mode, and needs no hook but that for `min_p`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from megappo.rollout import (
     sglang_attention,
+    sglang_min_p,
     sglang_orphans,
     sglang_shapes,
     sglang_staging,
@@ -107,6 +108,7 @@ def register() -> None:
     import torch
 
     sglang_orphans.end_with_parent()
+    sglang_min_p.register()
     if torch.cuda.is_available():
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType

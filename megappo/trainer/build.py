@@ -182,6 +182,7 @@ def build_evaluator(config: Config, found: Preflight, context: ParallelContext) 
             temperature=val.temperature,
             top_p=val.top_p,
             top_k=val.top_k,
+            min_p=val.min_p,
             stop=tuple(config.rollout.stop),
             stop_token_ids=_stop_token_ids(config),
         ),
@@ -333,6 +334,7 @@ def _sampling(config: Config) -> SamplingSettings:
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
+        min_p=rollout.min_p,
         stop=tuple(rollout.stop),
         stop_token_ids=_stop_token_ids(config),
     )

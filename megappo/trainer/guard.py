@@ -46,7 +46,7 @@ class Guard:
 
     settings: GuardSection
     comparable: bool
-    """False where the engine's log-probs are of a truncated distribution (top_p, top_k)."""
+    """False where the engine may report log-probs of kept tokens alone (top_p, top_k, min_p)."""
     num_actions: int = 0
     """Actions but warnings, in the run's life."""
     streaks: dict[str, int] = field(default_factory=dict)

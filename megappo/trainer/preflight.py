@@ -397,10 +397,9 @@ def _warnings(config: Config, specs: Mapping[str, ModelSpec]) -> list[str]:
     ]
     if config.rollout.truncates:
         found.append(
-            "rollout.top_p/top_k leave out tokens: on CUDA the engine's log-probs are of the kept "
-            "set and cannot be compared with the trainer's, so guard.max_log_prob_diff and "
-            "guard.warn_log_prob_diff do not check, and rollout/* metrics of the gap mean nothing; "
-            "old log-probs are the trainer's, over the full vocabulary"
+            "rollout.top_p, top_k or min_p leave out tokens: an engine may report log-probs of the "
+            "kept ones alone, so guard.max_log_prob_diff and guard.warn_log_prob_diff do not "
+            "check; old log-probs are the trainer's, over the whole vocabulary"
         )
     if config.actor.use_kl_loss and config.actor.kl_loss_type in ("k1", "kl"):
         found.append(

@@ -69,7 +69,7 @@ def test_both_engines_give_the_same_greedy_answers_and_end_them_alike(
     assert len(requests) > len(PROMPTS)
     greedy = engine.generate(requests)
     warm = [SamplingSettings(max_new_tokens=12, temperature=0.6, ignore_eos=True)]
-    warm.append(dataclasses.replace(warm[0], temperature=1.3, top_p=0.8, top_k=20))
+    warm.append(dataclasses.replace(warm[0], temperature=1.3, top_p=0.8, top_k=20, min_p=0.02))
     sampled = [request(PROMPTS[i], s, seed=i) for i in range(6) for s in warm]
     sampled_by_sglang = [dataclasses.asdict(answer) for answer in engine.generate(sampled)]
     found = by_megatron(tiny_model, tmp_path, requests + sampled)

@@ -43,13 +43,15 @@ def test_more_samples_than_can_be_kept_apart_are_refused():
 
 def test_settings_become_sglang_parameters():
     settings = SamplingSettings(
-        max_new_tokens=5, temperature=0.5, top_p=0.9, top_k=4, stop=("##",), stop_token_ids=(1, 2)
-    )
+        max_new_tokens=5, temperature=0.5, top_p=0.9, top_k=4, min_p=0.1, stop=("##",),
+        stop_token_ids=(1, 2),
+    )  # fmt: skip
     assert settings.to_sglang(seed=9) == {
         "max_new_tokens": 5,
         "temperature": 0.5,
         "top_p": 0.9,
         "top_k": 4,
+        "min_p": 0.1,
         "stop": ["##"],
         "stop_token_ids": [1, 2],
         "ignore_eos": False,
@@ -77,15 +79,11 @@ def test_impossible_settings_are_refused_by_name(wrong):
     assert repr(value) in str(error.value)
 
 
-def test_min_p_is_refused_with_a_remedy_because_sglang_cannot_seed_it():
-    with pytest.raises(UserError, match=r"min_p=0.1 .*top_p"):
-        SamplingSettings(max_new_tokens=4, min_p=0.1).to_sglang(seed=0)
-
-
 def test_truncation_is_known():
     assert not SamplingSettings(max_new_tokens=4).truncates
     assert SamplingSettings(max_new_tokens=4, top_p=0.9).truncates
     assert SamplingSettings(max_new_tokens=4, top_k=5).truncates
+    assert SamplingSettings(max_new_tokens=4, min_p=0.05).truncates
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from megappo.rollout.sampling import SamplingSettings, end_token_ids, sample_see
 from megappo.rollout.sglang_attention import MAX_PADDED_TOKENS
 from megappo.rollout.sglang_engine import SGLangEngine
 from megappo.rollout.sglang_settings import EngineSettings
+from megappo.rollout.weight_update import _Push
 from megappo.types import Completion
 
 pytestmark = pytest.mark.engine
@@ -121,13 +122,61 @@ def test_sampled_tokens_follow_the_models_distribution(engine, hf):
     assert abs(chi_squared - 127) < 5 * (2 * 127) ** 0.5
 
 
-def test_top_k_keeps_to_the_likeliest_tokens(engine, hf):
-    sampling = SamplingSettings(max_new_tokens=1, top_k=3, ignore_eos=True)
-    drawn = {c.token_ids[0] for c in ask(engine, [PROMPTS[0]] * 64, sampling)}
+def kept(p: torch.Tensor, *, top_p: float = 1.0, top_k: int = -1, min_p: float = 0.0) -> set[int]:
+    """By each rule on its own: the k likeliest, the smallest set of mass top_p, the min_p share."""
+    order = p.argsort(descending=True).tolist()
+    mass, nucleus = 0.0, set()
+    for token in order:
+        if mass <= top_p:
+            nucleus.add(token)
+        mass += p[token].item()
+    likeliest = set(order[:top_k] if top_k > 0 else order)
+    return nucleus & likeliest & {t for t in order if p[t] >= min_p * p.max()}
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        {"top_k": 3},
+        {"top_p": 0.5},
+        {"min_p": 0.3},
+        {"min_p": 0.02, "top_p": 0.8, "top_k": 12},
+        {"min_p": 0.3, "top_k": 1000},
+    ],
+    ids=str,
+)
+def test_cut_sampling_draws_the_kept_tokens_by_their_shares_and_reports_the_full_softmax(
+    engine, hf, cut
+):
+    n = 1000
+    sampling = SamplingSettings(max_new_tokens=1, ignore_eos=True, **cut)
+    drawn = ask(engine, [PROMPTS[0]] * n, sampling)
+    assert ask(engine, [PROMPTS[0]] * 8, sampling) == drawn[:8], "seeds decide"
     with torch.inference_mode():
-        likeliest = set(hf(torch.tensor([PROMPTS[0]])).logits[0, -1].topk(3).indices.tolist())
-    assert drawn <= likeliest
-    assert len(drawn) > 1
+        p = hf(torch.tensor([PROMPTS[0]])).logits[0, -1].double().softmax(-1)
+    tokens = sorted(kept(p, **cut))
+    assert 1 < len(tokens) < VOCABULARY / 2
+    counts = torch.bincount(torch.tensor([c.token_ids[0] for c in drawn]), minlength=VOCABULARY)
+    assert counts[tokens].sum() == n, "a token was drawn that is not kept"
+    expected = n * p[tokens] / p[tokens].sum()
+    chi_squared = ((counts[tokens] - expected) ** 2 / expected).sum().item()
+    degrees = len(tokens) - 1
+    assert chi_squared < degrees + 5 * (2 * degrees) ** 0.5
+    for completion in drawn[:50]:
+        (token,), (log_prob,) = completion.token_ids, completion.log_probs
+        assert log_prob == pytest.approx(p[token].log().item(), abs=1e-4)
+
+
+def test_a_draw_with_min_p_depends_on_its_seed_and_not_on_what_shares_its_batch(engine):
+    # One that cuts nothing is drawn by another order of tokens next to one that does: not compared.
+    settings = [replace(FREE, min_p=0.4), replace(FREE, temperature=0.0, min_p=0.4), FREE]
+    requests = [
+        GenerationRequest(token_ids=PROMPTS[i % 6], seed=i, sampling=settings[i % 3])
+        for i in range(12)
+    ]
+    together = engine.generate(requests)
+    alone = [engine.generate([request])[0] for request in requests[:2]]
+    assert [c.token_ids for c in together[:2]] == [c.token_ids for c in alone]
 
 
 def test_an_end_token_is_the_last_id_and_not_in_the_text(engine, hf):
@@ -275,6 +324,72 @@ def test_a_missing_tensor_is_an_error(engine, tiny_weights):
 def test_a_tensor_that_comes_twice_is_an_error(engine, tiny_weights):
     with pytest.raises(ValueError, match=r"'model.norm.weight' was pushed twice"):
         push_names(engine, tiny_weights, [*tiny_weights, "model.norm.weight"])
+
+
+def test_a_tensor_of_another_shape_is_refused_by_name_before_sglang_dies_of_it(
+    engine, tiny_weights
+):
+    name = "model.layers.1.mlp.up_proj.weight"
+    shapes = {key: tuple(weight.shape) for key, weight in tiny_weights.items()}
+    wrong = {**tiny_weights, name: tiny_weights[name].T.contiguous()}
+    with pytest.raises(ValueError, match=rf"'{name}' has shape \[64, 96\], .* \[96, 64\]"):
+        engine.update_weights(wrong.items(), expected_names=shapes, version=90)
+    with pytest.raises(RuntimeError, match="did not complete"):
+        ask(engine, PROMPTS, GREEDY)
+
+
+def test_a_tensor_of_another_dtype_is_refused_by_name(engine, tiny_weights):
+    name = "model.layers.0.self_attn.q_proj.bias"
+    wrong = {**tiny_weights, name: tiny_weights[name].bfloat16()}
+    with pytest.raises(ValueError, match=rf"'{name}' is torch.bfloat16, .* torch.float32"):
+        push_names(engine, wrong, wrong)
+    with pytest.raises(RuntimeError, match="did not complete"):
+        ask(engine, PROMPTS, GREEDY)
+
+
+def test_a_bucket_that_is_never_sent_is_an_error(engine, tiny_weights, monkeypatch):
+    send, dropped = _Push.send, []
+
+    def send_all_but_one(push, bucket):
+        if any("layers.0.mlp.up_proj" in name for name, _ in bucket):
+            dropped.extend(bucket)
+        else:
+            send(push, bucket)
+
+    monkeypatch.setattr(_Push, "send", send_all_but_one)
+    monkeypatch.setattr(engine, "settings", replace(engine.settings, bucket_bytes=20_000))
+    with pytest.raises(EngineRefused, match=r"loaded \d+ of 27 weights: a bucket was lost"):
+        push_names(engine, tiny_weights, tiny_weights)
+    assert dropped
+    with pytest.raises(RuntimeError, match="did not complete"):
+        ask(engine, PROMPTS, GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [((False, "no room"), "refused loading .*: no room"), ((True, "Success"), "lm_head|norm")],
+    ids=["refused", "lost although SGLang calls it a success"],
+)
+def test_a_bucket_that_sglang_does_not_load_is_an_error(
+    engine, tiny_weights, monkeypatch, answer, message
+):
+    manager = engine._process.manager
+    load, seen = manager.update_weights_from_tensor, []
+
+    async def lose_the_last(request, raw_request):
+        seen.append(request)
+        return answer if len(seen) == 2 else await load(request, raw_request)
+
+    monkeypatch.setattr(manager, "update_weights_from_tensor", lose_the_last)
+    half = sum(weight.nbytes for weight in tiny_weights.values()) * 2 // 3
+    settings = replace(engine.settings, verify_sync="always", bucket_bytes=half)
+    monkeypatch.setattr(engine, "settings", settings)
+    changed = {name: weight * 1.5 for name, weight in tiny_weights.items()}
+    with pytest.raises(EngineRefused, match=message):
+        push_names(engine, changed, changed)
+    assert len(seen) == 2
+    with pytest.raises(RuntimeError, match="did not complete"):
+        ask(engine, PROMPTS, GREEDY)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megappo.rollout.sglang_attention import padded_decode
+from megappo.rollout.sglang_min_p import _draw_above_min_p
 from megappo.rollout.sglang_seeds import draw_tokens, uniform_noise
 
 MASK = 2**64 - 1
@@ -66,6 +67,42 @@ def test_extreme_logits_draw_the_only_possible_token():
     logits[:, 31] = -1e4
     drawn = draw_tokens(logits, torch.tensor([0, 2**62, 5]), torch.tensor([0, 1, 10**6]))
     assert drawn[:, 0].tolist() == [31, 31, 31]
+
+
+def test_min_p_with_seeds_draws_from_tokens_that_all_three_rules_keep(monkeypatch):
+    """p = .4, .3, .15, .1, .05 in each row, and what the row's settings leave of it."""
+    from sglang.srt.layers import sampler
+
+    monkeypatch.setattr(sampler, "multinomial_with_seed", draw_tokens)
+    rows = [  # top_k, top_p, min_p, kept
+        (5, 1.0, 0.0, {4, 2, 0, 1, 3}),
+        (5, 1.0, 0.3, {4, 2, 0}),  # 0.15 >= 0.3 x 0.4
+        (5, 1.0, 0.5, {4, 2}),
+        (2, 1.0, 0.3, {4, 2}),
+        (5, 0.6, 0.2, {4, 2}),  # 0.4 + 0.3 is over 0.6 of the whole, what min_p leaves out counted
+        (5, 0.75, 0.2, {4, 2, 0}),
+        (5, 0.75, 0.9, {4}),
+    ]
+    n = 400
+    p = torch.tensor([0.15, 0.1, 0.3, 0.05, 0.4])
+    settings = torch.tensor([row[:3] for row in rows]).repeat_interleave(n, dim=0)
+    drawn = _draw_above_min_p(
+        sampler.top_k_top_p_min_p_sampling_from_probs_torch,
+        p.repeat(n * len(rows), 1),
+        settings[:, 0].int(),
+        settings[:, 1],
+        settings[:, 2],
+        True,
+        torch.arange(n).repeat(len(rows)),
+        torch.full((n * len(rows),), 7),
+    ).view(len(rows), n)
+    for tokens, (*_, kept) in zip(drawn, rows, strict=True):
+        counts = torch.bincount(tokens, minlength=5).double()
+        assert set(counts.nonzero()[:, 0].tolist()) == kept
+        share = torch.zeros(5).double()
+        share[list(kept)] = p[list(kept)].double() / p[list(kept)].sum()
+        # Four standard errors of the largest share.
+        assert (counts / n - share).abs().max().item() < 4 * math.sqrt(0.25 / n)
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2)])

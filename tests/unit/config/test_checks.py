@@ -168,7 +168,7 @@ def test_fully_sharded_data_parallel_is_for_whole_models_that_stay_on_the_device
     assert "critic.memory.grad_offload is True and parallel.fsdp is True" in str(error.value)
 
 
-@pytest.mark.parametrize("cut", ["rollout.top_p=0.8", "rollout.top_k=2"])
+@pytest.mark.parametrize("cut", ["rollout.top_p=0.8", "rollout.top_k=2", "rollout.min_p=0.1"])
 @pytest.mark.parametrize(
     ("override", "off"),
     [
@@ -178,11 +178,17 @@ def test_fully_sharded_data_parallel_is_for_whole_models_that_stay_on_the_device
     ],
 )
 def test_engine_log_probs_of_a_cut_vocabulary_are_refused_in_a_ratio(make, cut, override, off):
-    """p = .5, .3, .2 and top_p .8: the engine says ln .625, the trainer ln .5, a ratio of .8."""
+    """p = .5, .3, .2 and top_p .8: drawn with ln .625, the trainer has ln .5, a ratio of .8."""
     with pytest.raises(ConfigError) as error:
         make(cut, override)
     text = str(error.value)
-    for part in (override.split("=")[0] + " is ", "rollout.top_p", "rollout.top_k", off):
+    for part in (
+        override.split("=")[0] + " is ",
+        "rollout.top_p",
+        "rollout.top_k",
+        "rollout.min_p",
+        off,
+    ):
         assert part in text
     make(cut)
     make(override)
