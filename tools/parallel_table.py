@@ -228,9 +228,9 @@ FOLDERS: dict[str, dict[str, Any]] = {
 def make_inputs(root: Path) -> None:
     """Random models as Hugging Face folders, and a config for each kind."""
     for seed, (name, settings) in enumerate(FOLDERS.items()):
-        _save_model(root / name, settings, seed)
+        save_model(root / name, settings, seed)
     for kind in ("dense", "moe"):
-        _save_model(root / f"{kind}_reference", FOLDERS[f"{kind}_actor"], seed=17)
+        save_model(root / f"{kind}_reference", FOLDERS[f"{kind}_actor"], seed=17)
         roles = {role: str(root / f"{kind}_{role}") for role in ("actor", "critic", "reference")}
         text = CONFIG.format(
             root=root, prompts=PROMPTS, n=SAMPLES_A_PROMPT, mini=MINI_BATCH, **roles
@@ -238,7 +238,8 @@ def make_inputs(root: Path) -> None:
         (root / f"{kind}.yaml").write_text(text)
 
 
-def _save_model(folder: Path, settings: Mapping[str, Any], seed: int) -> None:
+def save_model(folder: Path, settings: Mapping[str, Any], seed: int) -> None:
+    """Writes a random model whose logits spread, with a tokenizer that knows nothing."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
@@ -502,7 +503,9 @@ def run(names: Sequence[str], root: Path, *, timeout_s: float = 900.0) -> dict[s
     wanted = [name for name in layouts if name in needed or name in names]
     make_inputs(root)
     for ranks in sorted({layouts[name].ranks for name in wanted}):
-        _run_world(ranks, [n for n in wanted if layouts[n].ranks == ranks], root, timeout_s)
+        mine = [name for name in wanted if layouts[name].ranks == ranks]
+        arguments = ["--rank-of", str(root), "--only", *mine]
+        run_ranks(Path(__file__), arguments, ranks, len(mine), root, timeout_s)
     return {
         name: [
             torch.load(root / f"{name}.{rank}.pt", weights_only=True)
@@ -512,16 +515,23 @@ def run(names: Sequence[str], root: Path, *, timeout_s: float = 900.0) -> dict[s
     }
 
 
-def _run_world(ranks: int, names: Sequence[str], root: Path, timeout_s: float) -> None:
-    ports = [str(port) for port in _free_ports(len(names))]
+def run_ranks(
+    script: Path, arguments: Sequence[str], ranks: int, num_ports: int, root: Path, timeout_s: float
+) -> None:
+    """Runs a script once a rank, with `--ports` for as many groups of processes.
+
+    Raises:
+        RuntimeError: a rank failed; with what it printed.
+        TimeoutError: they took longer than `timeout_s` seconds.
+    """
+    ports = [str(port) for port in _free_ports(num_ports)]
     environment = os.environ | {
         "MASTER_ADDR": "127.0.0.1",
         "WORLD_SIZE": str(ranks),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    command = [sys.executable, __file__, "--rank-of", str(root), "--only", *names]
-    command += ["--ports", *ports]
+    command = [sys.executable, str(script), *arguments, "--ports", *ports]
     logs = [root / f"world{ranks}.rank{rank}.log" for rank in range(ranks)]
     processes = []
     for rank, log in enumerate(logs):
@@ -651,12 +661,11 @@ def markdown(rows: Sequence[Comparison]) -> Iterator[str]:
 START, END = "<!-- table: tools/parallel_table.py -->", "<!-- end of table -->"
 
 
-def write_into(document: Path, lines: Sequence[str]) -> None:
-    """Replaces the table between the marks of a document."""
-    text = document.read_text()
-    head, rest = text.split(START)
-    _, tail = rest.split(END)
-    document.write_text(head + START + "\n\n" + "\n".join(lines) + "\n\n" + END + tail)
+def write_table(document: Path, lines: Sequence[str], *, start: str, end: str) -> None:
+    """Replaces the table between two marks of a document."""
+    head, rest = document.read_text().split(start)
+    _, tail = rest.split(end)
+    document.write_text(head + start + "\n\n" + "\n".join(lines) + "\n\n" + end + tail)
 
 
 def main() -> int:
@@ -679,7 +688,7 @@ def main() -> int:
     lines = list(markdown(rows))
     print("\n".join(lines))
     if arguments.write:
-        write_into(arguments.write, lines)
+        write_table(arguments.write, lines, start=START, end=END)
     if arguments.json:
         arguments.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
     return 0 if all(row.within_bounds for row in rows) else 1
