@@ -277,7 +277,8 @@ def _check_engine_family(spec: ModelSpec) -> None:
 
 def _check_engine_split(spec: ModelSpec, tp: int) -> None:
     """SGLang must know the kinds of layers, and cut them into `rollout.tp` equal parts."""
-    if spec.num_experts and not all(spec.moe_layers):
+    has_dense_layers = not (spec.num_experts and all(spec.moe_layers))
+    if spec.model_type == "qwen3_moe" and has_dense_layers:
         dense = [number for number, has_experts in enumerate(spec.moe_layers) if not has_experts]
         raise ConfigError(
             f"rollout.engine is 'sglang': the actor's layers {dense} have no experts "
@@ -286,12 +287,12 @@ def _check_engine_split(spec: ModelSpec, tp: int) -> None:
             "layer, or rollout.engine=megatron"
         )
     split = {"attention heads": spec.num_heads}
+    if has_dense_layers:
+        split["MLP columns"] = spec.ffn_hidden_size
     if spec.num_experts:
         split["columns of an expert"] = spec.moe_ffn_hidden_size
     if spec.shared_ffn_hidden_size:
         split["columns of the shared experts"] = spec.shared_ffn_hidden_size
-    if not (spec.num_experts and all(spec.moe_layers)):
-        split["MLP columns"] = spec.ffn_hidden_size
     for what, count in split.items():
         if count % tp:
             raise ConfigError(
