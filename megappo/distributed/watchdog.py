@@ -97,6 +97,7 @@ class Watchdog:
         self._created = psutil.Process().create_time()
         self._judge = Judge(timeout_s=timeout_s, period_s=self._period_s)
         self._stopping = threading.Event()
+        self._news = threading.Event()
         self._failed_at: float | None = None
         self._store = _open_store(context, address)
         me = (socket.gethostname(), os.getpid(), self._created)
@@ -109,7 +110,8 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begins to watch."""
+        """Begins to watch; from here on this rank is missed."""
+        self._publish()
         self._thread.start()
 
     def enter(self, step: int, phase: str) -> None:
@@ -117,6 +119,7 @@ class Watchdog:
         self._step, self._phase = step, phase
         self._phases += 1
         self._moves += 1
+        self._news.set()
 
     def move(self) -> None:
         """The main thread has done a piece of work."""
@@ -132,6 +135,7 @@ class Watchdog:
     def stop(self) -> None:
         """Ends the watch on this rank. Where all ranks end well, `leave` comes first."""
         self._stopping.set()
+        self._news.set()
         if self._thread.is_alive():
             self._thread.join()
         try:
@@ -145,9 +149,18 @@ class Watchdog:
         barrier(self._context)
 
     def _watch(self) -> None:
-        while not self._stopping.wait(self._period_s):
+        checked = time.monotonic()
+        while True:
+            # A new phase is told at once: a process that is stopped in it can no longer do so.
+            self._news.wait(self._period_s)
+            self._news.clear()
+            if self._stopping.is_set():
+                return
             try:
                 self._publish()
+                if time.monotonic() - checked < self._period_s:
+                    continue
+                checked = time.monotonic()
                 failed = self._obey()
                 if self._context.is_main and self._timeout_s:
                     self._look()
