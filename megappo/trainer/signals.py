@@ -8,7 +8,7 @@ from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
-SAME_REQUEST_S = 5.0
+SAME_REQUEST_S = 2.0
 """Slurm signals every process of a step, and the launcher passes the signal on: a rank may get one
 request twice."""
 

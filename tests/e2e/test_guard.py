@@ -293,7 +293,7 @@ def test_a_second_signal_ends_a_run_at_once(root):
     wait_for(run_dir / "scoring_0", "", process)
     ranks = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGTERM)
-    time.sleep(2)
+    time.sleep(4)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=TIME_LIMIT_S)
     assert psutil.wait_procs(ranks, timeout=60)[1] == []

@@ -27,9 +27,9 @@ TERM, INT, USR1 = int(signal.SIGTERM), int(signal.SIGINT), int(signal.SIGUSR1)
     ("plan", "names", "code"),
     [
         ([(USR1, 0), (USR1, 0.1), (USR1, 60)], "SIGUSR1 SIGUSR1 SIGUSR1 ", 0),
-        ([(TERM, 0), (TERM, 4.9)], "SIGTERM SIGTERM ", 0),
-        ([(TERM, 0), (TERM, 5.1)], "SIGTERM ", -TERM),
-        ([(USR1, 0), (INT, 5.1)], "SIGUSR1 ", -INT),
+        ([(TERM, 0), (TERM, 1.9)], "SIGTERM SIGTERM ", 0),
+        ([(TERM, 0), (TERM, 2.1)], "SIGTERM ", -TERM),
+        ([(USR1, 0), (INT, 2.1)], "SIGUSR1 ", -INT),
     ],
     ids=["warnings", "one request twice", "a second request", "another signal"],
 )
