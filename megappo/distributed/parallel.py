@@ -289,8 +289,14 @@ def _join(launch: LaunchEnvironment, device: str, timeout: datetime.timedelta) -
         dist.init_process_group(
             backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
         )
-    else:
-        dist.init_process_group(backend, timeout=timeout)
+        return
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    if launch.local_world_size == launch.world_size:
+        # On one node torchrun's default rendezvous gives a restarted run the store of the run that
+        # failed, with the addresses of ranks that are gone.
+        store = dist.PrefixStore(f"attempt{launch.restarts}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def replicas(*, tp: int, cp: int, dp: int, pp: int) -> list[list[int]]:
