@@ -270,8 +270,8 @@ def _check_engine_family(spec: ModelSpec) -> None:
     if spec.latent is not None:
         raise ConfigError(
             f"rollout.engine is sglang and the actor a {spec.model_type} model: SGLang fuses two "
-            "of its projections only if one push has both, and on CPU has no plain kernel for "
-            "latent attention, so pushed weights are not proved right; set rollout.engine=megatron"
+            "of its projections only if one push request has both, so weights that are pushed in "
+            "buckets are not proved right; set rollout.engine=megatron"
         )
 
 
