@@ -93,8 +93,8 @@ def preflight(
         raise ConfigError("\n".join(problems))
     _check_budgets(config)
     specs = _check_models(config)
+    _check_engine_family(specs["actor"], config.rollout.engine)
     if config.rollout.engine == "sglang":
-        _check_engine_family(specs["actor"])
         _check_engine_split(specs["actor"], config.rollout.tp)
     end_token_ids(config.model.path)  # a model without any would never end a response
     check_files(config.data.train_files, prompt_key=config.data.prompt_key)
@@ -266,8 +266,8 @@ def _check_stop_tokens(config: Config, spec: ModelSpec) -> None:
         )
 
 
-def _check_engine_family(spec: ModelSpec) -> None:
-    if spec.latent is not None:
+def _check_engine_family(spec: ModelSpec, engine: str) -> None:
+    if engine == "sglang" and spec.latent is not None:
         raise ConfigError(
             f"rollout.engine is sglang and the actor a {spec.model_type} model: SGLang fuses two "
             "of its projections only if one push request has both, so weights that are pushed in "
