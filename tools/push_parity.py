@@ -298,7 +298,7 @@ class _Pusher:
             ),
             placement=Placement(
                 rank=context.rank,
-                tp=case.rollout_tp,
+                owner_ranks=frozenset(range(0, context.world_size, case.rollout_tp)),
                 members=tuple(next(d for d in domains if context.rank in d)),
                 group=group_of(context.rank, domains, timeout_s=600),
             ),

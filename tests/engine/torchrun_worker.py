@@ -54,7 +54,9 @@ def main() -> None:
         starts.append(SGLangEngine(dataclasses.replace(settings, **gone)))
         return starts[-1]
 
-    keeper = EngineKeeper(start, context=context, weight_names=frozenset(weights), max_restarts=2)
+    keeper = EngineKeeper(
+        start, context=context, weights={k: w.shape for k, w in weights.items()}, max_restarts=2
+    )
     facts: dict[str, object] = {"rank_variable": os.environ["RANK"]}
     try:
         facts |= between_collectives(starts[0], weights, rank)
@@ -110,7 +112,12 @@ def samples(
     members = tuple(range(size)) if size > 1 else (context.rank,)
     worker = RolloutWorker(
         engine=keeper,
-        placement=Placement(rank=context.rank, tp=1, members=members, group=group),
+        placement=Placement(
+            rank=context.rank,
+            owner_ranks=frozenset(range(context.world_size)),
+            members=members,
+            group=group,
+        ),
         context=context,
         seed=5,
         n=4,

@@ -98,10 +98,12 @@ def our_worker(settings: EngineSettings, sampling: SamplingSettings) -> Iterator
         engine=EngineKeeper(
             lambda: SGLangEngine(settings),
             context=context,
-            weight_names=frozenset(),
+            weights={},
             max_restarts=0,
         ),
-        placement=Placement(rank=0, tp=1, members=(0,), group=context.world_group),
+        placement=Placement(
+            rank=0, owner_ranks=frozenset({0}), members=(0,), group=context.world_group
+        ),
         context=context,
         seed=_SEED,
         n=1,
