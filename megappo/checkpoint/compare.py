@@ -115,8 +115,11 @@ def check_models(
         CheckpointError: with the fields that differ.
     """
     for role, identity in now.items():
-        before = saved["models"][role]
-        # A checkpoint of an earlier version lacks fields that its models could not have.
+        before = dict(saved["models"][role])
+        # A checkpoint of an earlier version lacks fields that its models could not have; before
+        # there was partial rotation all dimensions were rotated.
+        if "rope" in before:
+            before["rope"] = {"fraction": 1.0, **before["rope"]}
         differing = [
             f"{k} {before[k]!r} -> {identity[k]!r}" for k in before if before[k] != identity[k]
         ]

@@ -31,11 +31,15 @@ from megappo.distributed.offload import Part, inner_optimizers, on_device
 from megappo.distributed.parallel import (
     ParallelContext,
     all_gather_objects,
+    any_rank,
     barrier,
 )
 from megappo.errors import CheckpointError, SaveError
 
 logger = logging.getLogger(__name__)
+
+_POLL_S = 2.0
+"""Seconds between looks at whether all ranks have written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,8 +159,9 @@ class CheckpointStore:
         if save is None:
             return None
         assert save.thread is not None
-        if wait:
-            save.thread.join()
+        # Ranks with little to write must not wait for the slowest in one collective.
+        while wait and any_rank(save.thread.is_alive(), self.context):
+            save.thread.join(_POLL_S)
         running = save.thread.is_alive()
         results = None if running else [snapshot.results for snapshot in save.snapshots]
         told = all_gather_objects(
@@ -210,7 +215,11 @@ class CheckpointStore:
             snapshot.finish([of_rank[number] for of_rank in results])
         layout.write_state(save.temporary, save.state)
         layout.publish(save.temporary, final)
-        layout.prune(self.folder, self.policy)
+        try:
+            layout.prune(self.folder, self.policy)
+        except (OSError, CheckpointError) as error:
+            # The new one counts; what cannot be removed now is tried again after the next.
+            logger.warning("old checkpoints could not be removed", exc_info=error)
 
     def _on_main(self, work: Callable[[], None], step: int, temporary: Path) -> None:
         """Rank 0 alone does it, and all ranks raise if it fails. Collective over the world."""

@@ -168,7 +168,7 @@ class WatchdogSection:
     timeout_s: float = opt(
         1200.0,
         "seconds without a forward pass or a new phase on a rank, or without a sign of life of its "
-        "process; phases that wait for engines and rewards do not count. 0: never",
+        "process; phases that wait for engines, rewards and storage do not count. 0: never",
     )
 
     def __post_init__(self) -> None:

@@ -32,8 +32,11 @@ import torch.distributed as dist
 from megappo.distributed.parallel import ParallelContext, all_gather_objects, barrier
 from megappo.errors import EXIT_FAILED
 
-EXCUSED = ("start", "generate", "score", "sync", "validate")
+EXCUSED = ("start", "resume", "generate", "score", "sync", "validate", "save", "export")
 """Phases that wait for engines and rewards."""
+
+_REPORT_S = 30.0
+"""What writing a report gets before the ranks end without one."""
 
 GRACE_S = 20.0
 """What a rank's main thread gets to end by itself after another rank failed."""
@@ -208,7 +211,11 @@ class Watchdog:
         self._store.set(f"stacks{self._rank}", stacks() + last_collective())
         silent = self._judge.silent
         found = self._collect([w.rank for w in told if w.rank not in silent])
-        self._on_hang(self._judge.report(told, found))
+        report = self._judge.report(told, found)
+        # The storage that it is written to may be what hangs.
+        telling = threading.Thread(target=self._on_hang, args=(report,), daemon=True)
+        telling.start()
+        telling.join(_REPORT_S)
         dead = [asdict(w) for w in told if w.rank in silent]
         self._store.set("end", json.dumps(dead))
         time.sleep(2 * self._period_s)  # the others read it before the store goes

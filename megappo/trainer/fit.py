@@ -21,7 +21,7 @@ from megappo.config import Config
 from megappo.distributed.offload import on_device
 from megappo.distributed.parallel import all_gather_objects, all_ranks_or_none, any_rank
 from megappo.distributed.rank_check import compare_ranks
-from megappo.errors import GuardStop, RanksDifferError, StopRequested
+from megappo.errors import GuardStop, RanksDifferError, SaveError, StopRequested
 from megappo.loggers import Logger
 from megappo.models.weights import save_hf
 from megappo.rollout.recovery import EnginesLost
@@ -81,8 +81,15 @@ class Run:
         try:
             self._fit(checkpoint)
         except (GuardStop, RanksDifferError):
-            self.saver.finish()  # of an earlier step, when all was well
+            self._finish_earlier_save()
             raise
+
+    def _finish_earlier_save(self) -> None:
+        """Of a step when all was well. Why the run ends matters more than a failure of it."""
+        try:
+            self.finish_save()
+        except SaveError as error:
+            self.say(f"warning    {error}")
 
     def _fit(self, checkpoint: Path | None) -> None:
         trainer = self.trainer
@@ -131,16 +138,17 @@ class Run:
         trainer = self.trainer
         sampler = trainer.sampler.state_dict()
         metrics: dict[str, float] = {}
+        given_up: StepAbandoned | MemoryLost | None = None
         try:
             metrics |= trainer.step(may_stop=self._stop_here)
             step = trainer.step_number
             every = self.config.trainer.test_freq
             if self._due(step, every) or (step == self.total_steps and every > 0):
                 metrics |= self._validate()
-        except (StepAbandoned, MemoryLost) as given_up:
-            self._engine_metrics(trainer.step_number + 1)
-            self._take_back(given_up, responder)
-            return None
+        except (StepAbandoned, MemoryLost) as caught:
+            # Without what it holds of the pass that failed: going back needs the memory.
+            given_up = caught.with_traceback(None)
+            given_up.__context__ = None
         except StopHere as stop:
             trainer.sampler.load_state_dict(sampler)
             step = trainer.step_number
@@ -154,8 +162,12 @@ class Run:
             else:
                 trainer.sampler.load_state_dict(sampler)
                 self._engine_metrics(trainer.step_number + 1)
-            self.save(trainer.step_number)
+            self.say(f"engines    {self.save(trainer.step_number)}")
             raise
+        if given_up is not None:
+            self._engine_metrics(trainer.step_number + 1)
+            self._take_back(given_up, responder)
+            return None
         metrics |= self._engine_metrics(step)
         metrics["guard/actions"] = float(trainer.guard.num_actions)
         problem = self._compare_ranks(step, metrics)
@@ -220,6 +232,7 @@ class Run:
             trainer.adjustments.offloads_all |= found["offloads_all"]
             responder.apply_adjustments()
             responder.carry_out(decision)
+            self.saver.rewind(trainer.step_number)
 
     def _responder(self) -> Responder:
         """Collective over the world."""
@@ -303,11 +316,15 @@ class Run:
         if not step:  # Megatron cannot save an optimizer that has made no step
             return "nothing to save before the first step"
         self._enter("save")
-        self.saver.save_now(step)
+        try:
+            self.saver.save_now(step)
+        except SaveError as error:  # on all ranks; the reason to stop must not be lost over it
+            return f"state not saved: {error}"
         return "state saved"
 
     def finish_save(self) -> None:
         """Waits for the checkpoint that is being written, if any. Collective over the world."""
+        self._enter("save")
         self.saver.finish()
 
     def small_state(self) -> dict[str, Any]:

@@ -138,7 +138,7 @@ class Guard:
         What is not finite was never written, so it leaves the state as good as it was.
         """
         return any(
-            count > 0 and self._goes_back_from(*key.split(":", 1))
+            count > 0 and self._goes_back_from(*_rule_and_metric(key))
             for key, count in self.streaks.items()
         )
 
@@ -161,8 +161,12 @@ class Guard:
         self.streaks = {
             str(k): int(v)
             for k, v in state["streaks"].items()
-            if k.partition(":")[0] in self.settings.rules
+            if self._is_watched(*_rule_and_metric(k))
         }
+
+    def _is_watched(self, name: str, metric: str) -> bool:
+        rule = self.settings.rules.get(name)
+        return rule is not None and metric in rule.metrics
 
     def _judge(
         self, step: int, figures: Mapping[str, float], *, detail: str = ""
@@ -195,6 +199,12 @@ class Guard:
             return False
         self.streaks[key] = 0
         return True
+
+
+def _rule_and_metric(key: str) -> tuple[str, str]:
+    """The parts of a key of `Guard.streaks`; no metric has a colon in its name."""
+    name, _, metric = key.rpartition(":")
+    return name, metric
 
 
 def holds(rule: GuardRule, value: float) -> bool:

@@ -37,7 +37,9 @@ class OutOfMemoryNotes:
             "offloads_all": adjustments.offloads_all,
         }
         path = self.run_dir / f"out_of_memory_rank{self.rank:05d}.json"
-        path.write_text(json.dumps(found))
+        new = path.with_suffix(".new")
+        new.write_text(json.dumps(found))
+        new.replace(path)
 
     def take(self) -> dict[str, Any] | None:
         """The note with the smallest forward passes, if there is any; all are removed."""

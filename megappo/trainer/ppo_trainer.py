@@ -253,12 +253,15 @@ class PPOTrainer:
         """An update, in which a rank without memory says so while the others wait to reduce."""
         sync = trainable.grad_sync
         met, sync.before = sync.num_met, partial(self.memory_agreement.agree, "")
+        found = ""
         try:
             yield
         except torch.OutOfMemoryError as error:
-            if sync.num_met == met:
-                self.memory_agreement.agree(str(error))
-            raise
+            if sync.num_met != met or not self.memory_agreement.possible:
+                raise
+            found = str(error)
+        if found:  # out of the handler, which holds what the pass had in memory
+            self.memory_agreement.agree(found)
 
     def _tally(self) -> Tally:
         tally = Tally()

@@ -17,6 +17,7 @@ from megappo.checkpoint.snapshot import Snapshot
 from megappo.config.guard import GuardRule
 from megappo.distributed.grad_sync import Trainable
 from megappo.distributed.offload import PARTS
+from megappo.distributed.parallel import all_gather_objects, all_ranks_or_none
 from megappo.errors import GuardStop
 from megappo.trainer.guard import ABANDONING, Decision
 from megappo.trainer.ppo_trainer import PPOTrainer, StepPlan
@@ -98,18 +99,20 @@ class Responder:
         Raises:
             GuardStop: a rule wants it, or actions are used up; the state is saved.
         """
+        back = next((d for d in decisions if d.action == "roll_back"), None)
+        stop = next((d for d in decisions if d.action == "save_and_stop"), None)
         for decision in decisions:
             if decision.action == "warn":
                 self._tell(decision, "")
-            elif decision.action not in ABANDONING:
+            # One that would stop the run, because actions are used up, must not save what is
+            # about to be taken back.
+            elif decision.action not in ABANDONING and not (back and self._used_up):
                 self.carry_out(decision)
-        for decision in decisions:
-            if decision.action == "save_and_stop":
-                self._stop(decision, "")
-        for decision in decisions:
-            if decision.action == "roll_back":
-                self.roll_back(decision)
-                return True
+        if back is not None:
+            self.roll_back(stop or back)
+            return True
+        if stop is not None:
+            self._stop(stop, "")
         return False
 
     def roll_back(self, decision: Decision, *, why: str = "", new_samples: bool = True) -> None:
@@ -182,12 +185,22 @@ class Responder:
         if self._snapshot is not None and self._snapshot.state is not None:
             self._host.load_small_state(self._snapshot.restore())
             return "memory"
-        checkpoint = layout.latest(self._checkpoints)
+        checkpoint = self._latest()
         if checkpoint is None:
             return None
         self._host.load_checkpoint(checkpoint)
         self.apply_adjustments()
         return str(checkpoint)
+
+    def _latest(self) -> Path | None:
+        """As rank 0 sees it: a shared disk may show other nodes an older pointer."""
+        context = self._trainer.context
+        found: list[Path | None] = [None]
+        with all_ranks_or_none(context, "looking for a checkpoint"):
+            if context.is_main:
+                found = [layout.latest(self._checkpoints)]
+        latest: Path | None = all_gather_objects(found[0], context.world_group)[0]
+        return latest
 
     def carry_out(self, decision: Decision) -> None:
         """An action that changes settings or was done already; if it changes any.

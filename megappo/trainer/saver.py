@@ -98,8 +98,11 @@ class Saver:
             self._poll(wait=True)
 
     def rewind(self, step: int) -> None:
-        """The run went back to this step: what comes after it is saved anew."""
-        if self.saved_step is not None and self.saved_step > step:
+        """The run went back to this step: it is saved anew, and so is what comes after it.
+
+        The step's own checkpoint lacks what guards have changed since.
+        """
+        if self.saved_step is not None and self.saved_step >= step:
             self.saved_step = None
 
     def take_metrics(self) -> dict[str, float]:

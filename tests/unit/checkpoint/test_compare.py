@@ -98,6 +98,14 @@ def test_another_model_is_refused_with_the_fields_that_differ():
         check_models(state, {"actor": {"num_layers": 5, "hidden_size": 8}}, FOLDER)
 
 
+def test_a_model_from_before_partial_rotation_is_the_same_model():
+    rope = {"kind": "default", "theta": 1e4}
+    state = {"models": {"actor": {"num_layers": 4, "rope": rope}}}
+    check_models(state, {"actor": {"num_layers": 4, "rope": rope | {"fraction": 1.0}}}, FOLDER)
+    with pytest.raises(CheckpointError, match="another actor"):
+        check_models(state, {"actor": {"num_layers": 4, "rope": rope | {"fraction": 0.5}}}, FOLDER)
+
+
 def test_data_may_move_and_may_not_change(tmp_path):
     (tmp_path / "a").write_bytes(b"x" * (3 * 2**20))
     (tmp_path / "b").write_bytes(b"x" * (3 * 2**20))

@@ -132,6 +132,19 @@ def test_counts_survive_a_checkpoint_and_rules_that_are_gone_are_forgotten():
     assert after.state_dict() == made.state_dict()
 
 
+def test_a_row_of_a_metric_that_a_rule_no_longer_watches_is_forgotten():
+    rule = GuardRule(metrics=["m"], above=1.0, for_steps=2, action="roll_back")
+    made = guard(**{"a:b": rule})
+    made.after_step(1, {"m": 2.0})
+    assert made.in_doubt
+    other = guard(**{"a:b": GuardRule(metrics=["n"], above=1.0, for_steps=2, action="roll_back")})
+    other.load_state_dict(made.state_dict())
+    assert not other.in_doubt
+    same = guard(**{"a:b": rule})
+    same.load_state_dict(made.state_dict())
+    assert same.in_doubt
+
+
 def test_a_rule_over_a_metric_that_no_step_has_is_told():
     made = guard(typo=GuardRule(metrics=["actor/ppo_lk", "val/x"], above=0.2))
     assert made.unknown_metrics({"actor/ppo_kl": 0.0}) == [
