@@ -60,6 +60,7 @@ def _check_urls(urls: Sequence[str]) -> list[str]:
         try:
             parts = urlsplit(url)
             _ = parts.port
+            (parts.hostname or "").encode("idna")
         except ValueError as error:
             problems.append(f"rollout.url has {url!r}: {error}; write http://HOST:PORT")
             continue

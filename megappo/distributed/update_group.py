@@ -56,7 +56,7 @@ class UpdateGroup:
         try:
             family, *_ = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
             listener = socket.create_server((address, 0), family=family, backlog=self.size)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             raise UpdateGroupFailed(f"cannot listen on {address}: {error}") from error
         self.port: int = listener.getsockname()[1]
         self._store = TCPStore(

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from megappo.distributed.parallel import ParallelContext, all_gather_objects, barrier
 from megappo.errors import EXIT_FAILED
 
-EXCUSED = ("start", "resume", "generate", "score", "sync", "validate", "save", "export")
+EXCUSED = ("start", "resume", "generate", "score", "sleep", "sync", "validate", "save", "export")
 """Phases that wait for engines and rewards."""
 
 _REPORT_S = 30.0

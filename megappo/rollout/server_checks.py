@@ -55,6 +55,7 @@ class WantedModel:
     device: str
     """`cpu` or `cuda`."""
     uses_stop_strings: bool
+    uses_min_p: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +159,12 @@ def _argument_problems(server: Mapping[str, Any], wanted: WantedModel) -> list[s
         "device": (wanted.device, f"start it with --device {wanted.device}, as this run"),
         "dtype": (wanted.dtype, f"start it with --dtype {wanted.dtype}, as model.dtype"),
     }
+    if wanted.device == "cuda" and any(".shared_experts." in n for n in wanted.weight_names):
+        remedy = "start it with --disable-shared-experts-fusion"
+        needed["disable_shared_experts_fusion"] = (True, remedy)
+    if wanted.device == "cuda" and wanted.uses_min_p:
+        remedy = "SGLang dies of a request with min_p and a seed then; or set min_p to 0"
+        needed["enable_deterministic_inference"] = (False, remedy)
     if wanted.uses_stop_strings:
         remedy = "leave --skip-tokenizer-init out: rollout.stop has strings"
         needed["skip_tokenizer_init"] = (False, remedy)

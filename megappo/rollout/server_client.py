@@ -10,6 +10,8 @@ from __future__ import annotations
 import http.client
 import socket
 import ssl
+import threading
+from concurrent.futures import Future
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -67,6 +69,20 @@ class ServerClient:
         """
         return self._call("POST", path, orjson.dumps(body), timeout_s=timeout_s, what=what)
 
+    def post_aside(self, path: str, body: Any, *, timeout_s: float, what: str) -> Future[Any]:
+        """A `post` on another thread, whose answer or error the future has."""
+        posted: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                posted.set_result(self.post(path, body, timeout_s=timeout_s, what=what))
+            except BaseException as error:
+                posted.set_exception(error)
+
+        # A daemon: a server that hangs must not keep this process from its end.
+        threading.Thread(target=run, name="server-post", daemon=True).start()
+        return posted
+
     def _call(
         self, method: str, path: str, body: bytes | None, *, timeout_s: float, what: str
     ) -> Any:
@@ -82,7 +98,7 @@ class ServerClient:
             raise EngineDied(
                 f"the server {self.url} did not answer within {timeout_s:g} s while {what}"
             ) from error
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, UnicodeError, http.client.HTTPException) as error:
             raise EngineDied(
                 f"the server {self.url} is gone while {what}: {type(error).__name__}: {error}"
             ) from error

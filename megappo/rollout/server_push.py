@@ -7,7 +7,6 @@ then says whether each of them loaded it. Every check of `weight_update` holds h
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future, wait
@@ -173,18 +172,8 @@ class ServerLink:
         self, path: str, body: Any, what: str, *, timeout_s: float | None = None
     ) -> Future[Any]:
         """Posts on another thread: the server answers once this side has done its part."""
-        posted: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                limit_s = timeout_s or self._timeout_s
-                posted.set_result(self._client.post(path, body, timeout_s=limit_s, what=what))
-            except BaseException as error:
-                posted.set_exception(error)
-
-        # A daemon: a server that hangs must not keep this process from its end.
-        threading.Thread(target=run, name="server-post", daemon=True).start()
-        return posted
+        limit_s = timeout_s or self._timeout_s
+        return self._client.post_aside(path, body, timeout_s=limit_s, what=what)
 
     def _ask(self, path: str, body: Any, what: str) -> Any:
         return self._client.post(path, body, timeout_s=self._timeout_s, what=what)

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -22,6 +24,7 @@ from torch import Tensor
 
 from megappo.distributed.update_group import address_towards
 from megappo.rollout.engine import (
+    EngineDied,
     EngineGone,
     EngineRefused,
     GenerationRequest,
@@ -38,6 +41,8 @@ from megappo.types import Completion
 
 _FLUSH_TIMEOUT_S = 60
 _TIDY_TIMEOUT_S = 60.0
+_PULSE_S = 5.0
+"""Between questions to a server that generates whether it gets on."""
 _PREFIX = "megappo-"
 """Begins the word of every run, which names its group; a version is the word, a dash, a number."""
 
@@ -58,7 +63,9 @@ class ServerSettings:
     verify_sync: Literal["never", "first", "always"] = "first"
     """After which pushes chosen weights are read back and compared."""
     timeout_s: float = 3600.0
-    """For one call: generation, or one bucket of a push."""
+    """Of silence in a generation, and for any other call, such as a bucket of a push."""
+    generate_timeout_s: float = 3600.0
+    """For a whole generation, however well it gets on."""
     wait_s: float = 300.0
     """For the server to be healthy."""
     sync_address: str = ""
@@ -167,7 +174,13 @@ class SGLangServer:
         verify = settings.verify_sync == "always" or (
             settings.verify_sync == "first" and not self._verified
         )
-        self._require_no_other_run(self._weight_version_there())
+        there = self._weight_version_there()
+        self._require_no_other_run(there)
+        if not there.startswith(self._word):
+            raise EngineRefused(
+                f"the server {self._client.url} was started again meanwhile (its weights have the "
+                f"version {there!r})"
+            )
         self._unusable = f"a push of weight version {version} did not complete"
         report = self._link.push(
             named_tensors,
@@ -233,12 +246,20 @@ class SGLangServer:
             )
 
     def _send(self, requests: Sequence[GenerationRequest]) -> list[dict[str, Any]]:
-        outputs: list[dict[str, Any]] = self._client.post(
-            "/generate",
-            body_of(requests),
-            timeout_s=self.settings.timeout_s,
-            what=f"generating {len(requests)} responses",
+        settings, what = self.settings, f"generating {len(requests)} responses"
+        posted = self._client.post_aside(
+            "/generate", body_of(requests), timeout_s=settings.generate_timeout_s, what=what
         )
+        heard = time.monotonic()
+        while not wait([posted], timeout=_PULSE_S).done:
+            if self._gets_on():
+                heard = time.monotonic()
+            elif time.monotonic() - heard > settings.timeout_s:
+                raise EngineDied(
+                    f"the server {self._client.url} sent no token within {settings.timeout_s:g} s "
+                    f"while {what}"
+                )
+        outputs: list[dict[str, Any]] = posted.result()
         if len(outputs) != len(requests):
             raise EngineRefused(
                 f"the server {self._client.url} gave {len(outputs)} answers to {len(requests)} "
@@ -260,6 +281,22 @@ class SGLangServer:
             self._client.post(path, body, timeout_s=_TIDY_TIMEOUT_S, what="tidying up")
         except EngineRefused as error:
             _log.debug("nothing to tidy: %s", error)
+
+    def _gets_on(self) -> bool:
+        """Whether the server's model has answered anything in the last seconds.
+
+        SGLang asks it for a token if it has nothing else to do.
+
+        Raises:
+            EngineDied: the server is gone, or does not answer at all.
+        """
+        try:
+            self._client.get(
+                "/health_generate", timeout_s=self.settings.timeout_s, what="telling its health"
+            )
+        except EngineRefused:
+            return False
+        return True
 
     def _weight_version_there(self) -> str:
         """The version that the server's next answer would carry."""

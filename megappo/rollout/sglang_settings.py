@@ -111,12 +111,13 @@ def check_installation(device: str) -> None:
     if device == "cuda":
         if not torch.cuda.is_available():
             raise UserError("rollout on cuda needs a CUDA device, and none is visible: use cpu")
-        return
-    if torch.cuda.is_available():
+    elif torch.cuda.is_available():
         raise UserError(
             "rollout on cpu needs a process that sees no CUDA device: set CUDA_VISIBLE_DEVICES="
         )
     for group, name in _PLUGINS.items():
+        if device == "cuda" and group == "sglang.srt.platforms":
+            continue  # SGLang's own
         if name not in {entry.name for entry in entry_points(group=group)}:
             raise UserError(
                 f"SGLang finds no plug-in {name!r} in {group!r}: install megappo with "
@@ -157,6 +158,8 @@ def arguments_of(settings: EngineSettings, *, nccl_port: int) -> dict[str, Any]:
     else:
         arguments["enable_deterministic_inference"] = True
         arguments["enable_memory_saver"] = settings.memory_saver
+        # Fused with the others they would have names and shapes that the trainer does not know.
+        arguments["disable_shared_experts_fusion"] = True
     return arguments
 
 

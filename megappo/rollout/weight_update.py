@@ -71,7 +71,13 @@ def push_weights(
         EngineDied: the engine's processes are gone.
     """
     start = time.monotonic()
-    push = _Push(process, staging=staging, tp_size=tp_size, timeout_s=timeout_s)
+    push = _Push(
+        process,
+        staging=staging,
+        tp_size=tp_size,
+        timeout_s=timeout_s,
+        keeps_mapped=device == "cpu",
+    )
     checked = checked_weights(named_tensors, expected_names, dtype)
     if witness is not None:
         checked = witness.watch(checked)
@@ -178,12 +184,19 @@ class _Push:
     """One push: its requests to the engine."""
 
     def __init__(
-        self, process: SGLangProcess, *, staging: Staging, tp_size: int, timeout_s: float
+        self,
+        process: SGLangProcess,
+        *,
+        staging: Staging,
+        tp_size: int,
+        timeout_s: float,
+        keeps_mapped: bool,
     ) -> None:
         self._process = process
         self._tp_size = tp_size
         self._timeout_s = timeout_s
         self._staging = staging
+        self._keeps_mapped = keeps_mapped
         self._sent: deque[_Sent] = deque()
         self._num_buckets = 0
         self.num_tensors = 0
@@ -285,9 +298,9 @@ class _Push:
                 raise EngineRefused(f"SGLang refused {sent.what}: {message}")
             self.num_tensors += sent.num_tensors
             self.num_bytes += sent.num_bytes
-            if sent.slot is not None and sent.slot.buffer is not None:
+            if sent.slot is not None:
                 # `sglang_staging`, which SGLang on CUDA goes without, keeps it mapped.
-                sent.slot.mapped = not sent.slot.buffer.is_cuda
+                sent.slot.mapped = self._keeps_mapped
 
     def _answer(self, sent: _Sent) -> tuple[bool, str]:
         return self._process.wait(sent.answer, timeout_s=self._timeout_s, what=sent.what)

@@ -38,12 +38,14 @@ def server_settings(config: Config, found: Preflight, url: str, *, device: str) 
             dtype=config.model.dtype,
             device=device,
             uses_stop_strings=bool(rollout.stop),
+            uses_min_p=rollout.min_p > 0 or rollout.val.min_p > 0,
         ),
         tokenizer=found.tokenizer,
         api_key=api_key_of(rollout.api_key_env),
         bucket_bytes=rollout.sync_bucket_bytes,
         verify_sync=rollout.verify_sync,
         timeout_s=rollout.timeout_s,
+        generate_timeout_s=config.trainer.distributed_timeout_s,
         wait_s=rollout.server_wait_s,
         sync_address=rollout.sync_address,
     )
@@ -74,7 +76,12 @@ def api_key_of(variable: str) -> str | None:
     """
     if not variable:
         return None
-    key = os.environ.get(variable)
+    key = os.environ.get(variable, "").strip()
+    if key and not (key.isascii() and key.isprintable()):
+        raise ConfigError(
+            f"the variable {variable} that rollout.api_key_env names holds characters that no HTTP "
+            "header may have: export the key alone"
+        )
     if not key:
         raise ConfigError(
             f"rollout.api_key_env is {variable!r}, and no such variable is set on this host: "

@@ -57,6 +57,7 @@ def settings(launched: LaunchedServer, tiny_model: Path, tiny_weights) -> Server
             dtype="float32",
             device="cpu",
             uses_stop_strings=True,
+            uses_min_p=False,
         ),
         tokenizer=AutoTokenizer.from_pretrained(tiny_model),
         api_key=KEY,

@@ -33,6 +33,7 @@ def test_one_url_may_be_a_string_and_several_are_a_list(make, tmp_path):
             ["rollout.url=http://a:port"],
             "rollout.url has 'http://a:port': .*write http://HOST:PORT",
         ),
+        (["rollout.url=http://a..b:80"], "rollout.url has 'http://a..b:80': .*write http"),
         (["rollout.url=http://a:1?x=2"], "leave out what follows"),
         (["rollout.url=[http://a:1,http://a:1/]"], "has 'http://a:1' 2 times: name each"),
         ([f"rollout.url={ONE}", "rollout.engine=megatron"], "rollout.engine is 'megatron' and"),

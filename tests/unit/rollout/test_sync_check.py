@@ -1,8 +1,10 @@
 """Which weights are compared, and what SGLang's processes hold of them, by hand."""
 
+import pytest
 import torch
 
-from megappo.rollout.sync_check import SyncWitness, engine_name, engine_shard
+from megappo.rollout.engine import EngineRefused
+from megappo.rollout.sync_check import SyncWitness, _checksum, engine_name, engine_shard
 
 
 def rows(count, columns=1, start=0):
@@ -95,3 +97,15 @@ def test_one_layer_of_each_kind_and_everything_outside_are_compared():
         "model.layers.10.mlp.experts.0.down_proj.weight",
         "model.layers.10.mlp.experts.1.down_proj.weight",
     }
+
+
+def test_an_engine_may_hold_a_router_in_float32():
+    name = "model.layers.0.mlp.gate.weight"
+    sent = torch.tensor([[1.5, -0.3], [2.0, 7.0]], dtype=torch.bfloat16)
+    witness = SyncWitness([name])
+    list(witness.watch([(name, sent)]))
+    for held in (sent, sent.float()):
+        found = [{name: _checksum(held)}]
+        assert witness.compare(found, num_kv_heads=2, device="cpu") == 1
+    with pytest.raises(EngineRefused, match=name):
+        witness.compare([{name: _checksum(sent.float() + 1e-6)}], num_kv_heads=2, device="cpu")
