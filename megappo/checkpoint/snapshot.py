@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import psutil
 import torch
 
 from megappo.checkpoint import streams
 from megappo.distributed.grad_sync import Trainable
+from megappo.distributed.host_memory import available_bytes
 from megappo.distributed.offload import Offloader, Part, inner_optimizers
 from megappo.distributed.parallel import ParallelContext, any_rank
 
@@ -66,7 +66,7 @@ def has_room(
         return False
     # Moments come into being with the first step: two float32 numbers a float32 main weight.
     needed = sum(_expected_bytes(model) for model in models.values())
-    free = psutil.virtual_memory().available
+    free = available_bytes()
     return not any_rank(needed * local_world_size > MEMORY_SHARE * free, context)
 
 

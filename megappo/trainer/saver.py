@@ -13,12 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import psutil
-
 from megappo.checkpoint import layout
 from megappo.checkpoint.store import CheckpointStore, Saved
 from megappo.config.sections import CheckpointSection
 from megappo.distributed.grad_sync import Trainable
+from megappo.distributed.host_memory import available_bytes
 from megappo.distributed.offload import on_device
 from megappo.distributed.parallel import ParallelContext, any_rank
 from megappo.distributed.rank_check import non_finite
@@ -173,7 +172,7 @@ class Saver:
         needed = self.ranks_on_node * sum(
             p.numel() * (_BYTES_A_PARAMETER + p.element_size()) for p in parameters
         )
-        free = psutil.virtual_memory().available
+        free = available_bytes()
         if not any_rank(needed > free, self.context):
             return False
         self.say(
