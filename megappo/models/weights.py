@@ -79,7 +79,7 @@ def load_hf_weights(
     with TensorFolder(folder) as tensors, torch.no_grad():
         expected = check_names(tensors, spec, head)
         table = tensor_map(spec, head)
-        for name, parameter in _named_parameters(chunks, spec):
+        for name, parameter in named_weights(chunks, spec):
             assert isinstance(parameter, Tensor), "weights are loaded before they are sharded"
             entry = table[name]
             if head == "value" and name == OUTPUT_LAYER and VALUE_HEAD not in expected:
@@ -146,16 +146,21 @@ def _is_dropped(name: str, spec: ModelSpec) -> bool:
     return layer is not None and 0 <= int(layer[1]) - spec.num_layers < spec.dropped_layers
 
 
+def dropped_names(tensors: TensorReader, spec: ModelSpec) -> set[str]:
+    """Tensors of the folder's layers that are declared dropped (MTP)."""
+    return {name for name in tensors.names() if _is_dropped(name, spec)}
+
+
 def listed(names: set[str]) -> str:
     """The first few names and how many more there are."""
     shown = ", ".join(sorted(names)[:5]) or "none"
     return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown
 
 
-def _named_parameters(
+def named_weights(
     chunks: Sequence[torch.nn.Module], spec: ModelSpec
 ) -> Iterator[tuple[str, Tensor | ShardedParameter]]:
-    """Canonical name and tensor of each parameter on this rank; each name once."""
+    """Canonical name of each parameter and router's bias on this rank, and it; each name once."""
     from megatron.core import parallel_state as ps
 
     num_local_experts = spec.num_experts // ps.get_expert_model_parallel_world_size()
@@ -184,9 +189,13 @@ def _local_parameters(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor | Sh
         yield from ((parameter.name, parameter) for parameter in sharded_parameters(chunk))
     else:
         yield from _unwrap(chunk).named_parameters()
-    for name, buffer in _unwrap(chunk).named_buffers():
-        if name.endswith(f".{ROUTER_BIAS}"):
-            yield name, buffer
+    yield from router_biases(chunk).items()
+
+
+def router_biases(chunk: torch.nn.Module) -> dict[str, Tensor]:
+    """Buffers that belong to the model, by their names within the bare chunk."""
+    buffers = _unwrap(chunk).named_buffers()
+    return {name: buffer for name, buffer in buffers if name.endswith(f".{ROUTER_BIAS}")}
 
 
 def _unwrap(chunk: torch.nn.Module) -> GPTModel:
@@ -262,7 +271,7 @@ def export_hf(
     Raises:
         OffloadedError: a weight has no memory on the device.
     """
-    mine = {name: _readable(name, p) for name, p in _named_parameters(chunks, spec)}
+    mine = {name: _readable(name, p) for name, p in named_weights(chunks, spec)}
     table = tensor_map(spec, head)
     if head == "lm" and spec.tied:
         # The last stage of a pipeline has a copy of the embedding under this name.

@@ -6,6 +6,7 @@
     legacy_source   reads Megatron's files a rank
     disk_names      under which names a parameter stands; checkpoint joins all sources
     to_megatron, to_hf, verify, inspect: what the commands do; command is their arguments
+    rules           what --dtype spares, what is dropped   megatron_arguments  for common.pt
     output          how a folder appears              workers            several processes
     load_model      fills a Megatron model by Megatron's own loader; logits compares with it
 

@@ -81,6 +81,11 @@ def is_weight(key: str) -> bool:
     return not key.startswith(_NOT_WEIGHTS) and "_extra_state" not in key
 
 
+def _is_mtp(key: str, spec: ModelSpec) -> bool:
+    """Whether a tensor is of an MTP layer; it is unknown where config.json counts no such layer."""
+    return spec.dropped_layers > 0 and key.startswith("mtp.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Source:
     """Where a Hugging Face tensor comes from."""
@@ -104,9 +109,11 @@ class CheckpointTensors:
     """
 
     def __init__(self, place: Place, spec: ModelSpec) -> None:
-        self.place, self.spec = place, spec
+        self.place, self.spec, self.folder = place, spec, place.folder
         self._stack = ExitStack()
         self._disk = self._stack.enter_context(place.open())
+        self.mtp = sorted(key for key in self._disk.keys if _is_mtp(key, spec))
+        """Tensors on disk of layers that are declared dropped, and left out."""
         self._last: tuple[str, list[Tensor]] = ("", [])
         try:
             self.head = _head(self._disk)
@@ -131,11 +138,17 @@ class CheckpointTensors:
     @property
     def unused(self) -> list[str]:
         """Tensors on disk that are no weights and are left out."""
-        return sorted(key for key in self._disk.keys if not is_weight(key))
+        return sorted(
+            key for key in set(self._disk.keys).difference(self.mtp) if not is_weight(key)
+        )
 
     def names(self) -> list[str]:
         """Of the Hugging Face tensors, in the order of the layers."""
         return list(self._sources)
+
+    def entry(self, name: str) -> Entry:
+        """The parameter that a Hugging Face tensor is a part of."""
+        return self._table[self._sources[name].name]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a Hugging Face tensor."""
@@ -222,7 +235,7 @@ def _match(
     Raises:
         CheckpointError: what is missing, left over, or of another shape or layer count.
     """
-    keys = {key for key in disk.keys if is_weight(key)}
+    keys = {key for key in disk.keys if is_weight(key) and not _is_mtp(key, spec)}
     found: dict[str, Pieces] = {}
     missing: set[str] = set()
     for name, entry in table.items():

@@ -6,7 +6,8 @@ and the settings of what wrote it:
     layers      one tensor for all, first dim the layer, or one each (`decoder.layers.3.`)
     experts     one tensor for all, first dim the expert (after the layer), or one each
     gate and up one tensor, gate rows first, or two (`weight_w`, `weight_v`)
-    norms       the name of Transformer Engine's fused layer, or that of the local one
+    norms       the name of Transformer Engine's fused layer, or that of the local one; those within
+                latent attention too
 
 and in a rank's own state dict (`legacy_source`, FSDP) the experts are numbered within a module list
 or in the parameter's name. `find` takes whichever there is.
@@ -19,12 +20,14 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
 from megappo.errors import CheckpointError
+from megappo.models.name_map import LATENT_NORMS
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
 _NORM_SPELLINGS = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+    *((fused, local) for local, fused in LATENT_NORMS.items()),
 )
 
 

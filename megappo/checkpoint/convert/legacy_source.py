@@ -29,7 +29,15 @@ _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..+)")
 _EXPERT = re.compile(
     r"(.+\.mlp\.experts\.)local_experts\.(\d+)\.(.+)|(.+\.mlp\.experts\..+\.(?:weight|bias))(\d+)"
 )
-_ROWS = ("linear_qkv.weight", "linear_qkv.bias", "word_embeddings.weight", "output_layer.weight")
+_ROWS = (
+    "linear_qkv.weight",
+    "linear_qkv.bias",
+    "linear_q_proj.weight",
+    "linear_q_up_proj.weight",
+    "linear_kv_up_proj.weight",
+    "word_embeddings.weight",
+    "output_layer.weight",
+)
 """What TP splits by rows; `_HALVES` within the gate and within the up projection."""
 _COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 _HALVES = ("linear_fc1.weight", "linear_fc1.bias")

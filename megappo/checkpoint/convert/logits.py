@@ -24,7 +24,6 @@ from megappo.distributed import parallel
 from megappo.distributed.parallel import Degrees, LaunchEnvironment
 from megappo.errors import CheckpointError
 from megappo.models import build, packing, weights
-from megappo.models.name_map import canonical_name
 from megappo.models.spec import ModelSpec, load_spec
 
 SHORT_TOKENS = 24
@@ -134,7 +133,7 @@ def _fill(model: Any, place: Place, spec: ModelSpec) -> None:
 
 def _copy_parameters(model: Any, place: Place, spec: ModelSpec) -> None:
     with CheckpointTensors(place, spec) as tensors:
-        for local, parameter in model.named_parameters():
-            name = canonical_name(local, 0, moe_layers=spec.moe_layers)
+        for name, parameter in weights.named_weights([model], spec):
+            assert isinstance(parameter, Tensor), "weights are loaded before they are sharded"
             found = tensors.parameter(name)
             parameter.copy_(found[: len(parameter)])

@@ -19,6 +19,7 @@ from megappo.checkpoint.convert.output import (
     size_text,
 )
 from megappo.checkpoint.convert.place import Place
+from megappo.checkpoint.convert.rules import BUFFER_RULE, MTP_RULE, given_dtype
 from megappo.checkpoint.convert.workers import Report, run_jobs
 from megappo.models.hf_folder import WEIGHT_SUFFIXES, copy_side_files, write_config
 from megappo.models.name_map import Head, hf_names
@@ -37,6 +38,10 @@ class Plan:
     files: tuple[File, ...]
     num_dropped: int
     """Tensors on disk that are no weights."""
+    num_mtp: int
+    """Tensors on disk of layers that are declared dropped (`ModelSpec.dropped_layers`)."""
+    kept_buffers: int
+    """Tensors that stay float32 though another dtype was asked for."""
 
     @property
     def total_bytes(self) -> int:
@@ -73,6 +78,10 @@ class Plan:
             lines.append(
                 f"dropped    {self.num_dropped} tensors of the optimizer and random streams"
             )
+        if self.num_mtp:
+            lines.append(f"dropped    {self.num_mtp} tensors of {MTP_RULE}")
+        if self.kept_buffers:
+            lines.append(f"kept       {self.kept_buffers} {BUFFER_RULE}")
         return [*lines, f"size       {size_text(self.total_bytes)}"]
 
 
@@ -88,7 +97,7 @@ def plan(
     Args:
         place: The checkpoint.
         like: The model's Hugging Face folder.
-        dtype: Of all tensors, None to keep each one's.
+        dtype: Of all tensors but buffers, None to keep each one's.
         max_file_bytes: Largest size of a weights file, unless one tensor alone is larger.
 
     Raises:
@@ -98,9 +107,14 @@ def plan(
     spec = load_spec(like)
     with CheckpointTensors(place, spec) as tensors:
         planned = [
-            Planned(name=name, shape=tensors.shape(name), dtype=dtype or tensors.dtype(name))
+            Planned(
+                name=name,
+                shape=tensors.shape(name),
+                dtype=given_dtype(tensors.entry(name), dtype) or tensors.dtype(name),
+            )
             for name in tensors.names()
         ]
+        buffers = sum(tensors.entry(name).is_buffer for name in tensors.names())
         expected = hf_names(spec, head=tensors.head)
         assert {p.name: p.shape for p in planned} == expected
         return Plan(
@@ -110,6 +124,8 @@ def plan(
             head=tensors.head,
             files=tuple(plan_files(planned, max_file_bytes)),
             num_dropped=len(tensors.unused),
+            num_mtp=len(tensors.mtp),
+            kept_buffers=buffers if dtype not in (None, torch.float32) else 0,
         )
 
 
@@ -125,7 +141,8 @@ def convert(
     check_space(out, made.needed_bytes)
     with new_folder(out) as folder:
         copy_side_files(made.like, folder)
-        if made.head == "value" or str(made.dtype) != f"torch.{made.spec.dtype}":
+        changed = made.head == "value" or str(made.dtype) != f"torch.{made.spec.dtype}"
+        if changed or made.spec.dropped_layers:
             write_config(made.like, folder, made.dtype, made.head)
         jobs = [Job(plan=made, file=i, folder=folder) for i in range(len(made.files))]
         run_jobs(write_weights, jobs, num_workers=num_workers, progress=progress)

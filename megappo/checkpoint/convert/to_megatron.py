@@ -14,7 +14,6 @@ module of either spec: the strict load asks for it.
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from torch import Tensor
 from megappo.checkpoint.convert.checkpoint import full_shape, parameters
 from megappo.checkpoint.convert.file_layout import Layout
 from megappo.checkpoint.convert.hf_source import HFTensors
+from megappo.checkpoint.convert.megatron_arguments import megatron_arguments
 from megappo.checkpoint.convert.output import (
     Progress,
     check_output,
@@ -37,6 +37,7 @@ from megappo.checkpoint.convert.output import (
 )
 from megappo.checkpoint.convert.place import RELEASE, TRACKER_FILE
 from megappo.checkpoint.convert.raw import BLOCK_BYTES, num_bytes
+from megappo.checkpoint.convert.rules import BUFFER_RULE, MTP_RULE, given_dtype
 from megappo.checkpoint.convert.torch_dist_writer import (
     ARCHIVE_BYTES,
     DistcpFiles,
@@ -49,7 +50,7 @@ from megappo.errors import ModelError
 from megappo.models.build import chunk_layers
 from megappo.models.name_map import EMBEDDING, LM_HEAD, VALUE_HEAD, Entry, Head
 from megappo.models.spec import ModelSpec, load_spec
-from megappo.models.weights import check_names, read_shard
+from megappo.models.weights import check_names, dropped_names, read_shard
 
 VOCAB_MULTIPLE = 128
 """Megatron-LM pads the vocabulary to a multiple of this times TP (its
@@ -67,13 +68,15 @@ class Plan:
     head: Head
     layout: Layout
     dtype: torch.dtype | None
-    """Of all tensors, None to keep each one's."""
+    """Of all tensors but buffers, None to keep each one's."""
     dtypes: dict[str, torch.dtype]
     """Of each parameter in the checkpoint, by canonical name."""
     parts: tuple[tuple[str, ...], ...]
     """Parameters that are written together, in files of their own."""
     dropped: tuple[str, ...]
     """Tensors of the folder that follow from others."""
+    num_mtp: int
+    """Tensors of layers that are declared dropped (`ModelSpec.dropped_layers`)."""
 
     @cached_property
     def total_bytes(self) -> int:
@@ -125,6 +128,11 @@ class Plan:
             f"vocabulary {self.spec.vocab_size} rows, padded to {self.padded_vocab_size}",
         ]
         lines += [f"dropped    {name} (follows from the other tensors)" for name in self.dropped]
+        if self.num_mtp:
+            lines.append(f"dropped    {self.num_mtp} tensors of {MTP_RULE}")
+        if self.dtype not in (None, torch.float32):
+            kept = sum(e.is_buffer for e in parameters(self.spec, self.head).values())
+            lines += [f"kept       {kept} {BUFFER_RULE}"] if kept else []
         return [*lines, f"size       {size_text(self.total_bytes)}"]
 
 
@@ -148,8 +156,12 @@ def plan(
         head: Head = "value" if VALUE_HEAD in tensors.names() else "lm"
         expected = check_names(tensors, spec, head)
         table = parameters(spec, head)
-        dtypes = {name: dtype or _common_dtype(tensors, entry) for name, entry in table.items()}
-        dropped = tuple(sorted(tensors.names() - expected.keys()))
+        dtypes = {
+            name: given_dtype(entry, dtype) or _common_dtype(tensors, entry)
+            for name, entry in table.items()
+        }
+        mtp = dropped_names(tensors, spec)
+        dropped = tuple(sorted(tensors.names() - expected.keys() - mtp))
         if head == "lm" and LM_HEAD in dropped:
             _check_tied_head(tensors)
     made = Plan(
@@ -161,6 +173,7 @@ def plan(
         dtypes=dtypes,
         parts=(),
         dropped=dropped,
+        num_mtp=len(mtp),
     )
     sizes = {name: num_bytes(made.shape(table[name]), dtypes[name]) for name in table}
     parts = _split(list(table), sizes, spec, layout.pp, max_file_bytes)
@@ -338,8 +351,8 @@ def _extra_states(made: Plan, names: Sequence[str]) -> list[str]:
         if module.endswith(".router"):
             continue
         modules = [module]
-        if module.endswith(".self_attention.linear_qkv"):
-            modules.append(module.replace("linear_qkv", "core_attention"))
+        if module.endswith(".self_attention.linear_proj"):
+            modules.append(module.replace("linear_proj", "core_attention"))
         place = ".".join(map(str, index)) or "0"
         of = ".".join(map(str, counts)) or "1"
         keys |= {f"{m}._extra_state/shard_{place}_{of}": None for m in modules}
@@ -348,45 +361,13 @@ def _extra_states(made: Plan, names: Sequence[str]) -> list[str]:
 
 def _common(made: Plan) -> dict[str, Any]:
     """What Megatron-LM reads first: version, how layers are stored, and its own arguments."""
-    spec = made.spec
-    arguments = Namespace(
-        num_layers=spec.num_layers,
-        hidden_size=spec.hidden_size,
-        ffn_hidden_size=spec.ffn_hidden_size,
-        num_attention_heads=spec.num_heads,
-        group_query_attention=spec.num_kv_heads != spec.num_heads,
-        num_query_groups=spec.num_kv_heads,
-        kv_channels=spec.head_dim,
-        max_position_embeddings=spec.max_positions,
-        seq_length=spec.max_positions,
-        position_embedding_type="rope",
-        add_position_embedding=True,
-        rotary_base=int(spec.rope.theta),
-        rotary_percent=1.0,
-        swiglu=True,
-        add_bias_linear=False,
-        add_qkv_bias=spec.qkv_bias,
-        qk_layernorm=spec.qk_norm,
-        normalization="RMSNorm",
-        norm_epsilon=spec.norm_eps,
-        untie_embeddings_and_output_weights=not spec.tied,
-        make_vocab_size_divisible_by=VOCAB_MULTIPLE,
-        padded_vocab_size=made.padded_vocab_size,
-        tokenizer_type="HuggingFaceTokenizer",
-        num_experts=spec.num_experts or None,
-        moe_layer_freq=[int(x) for x in spec.moe_layers] or 1,
-        moe_ffn_hidden_size=spec.moe_ffn_hidden_size or None,
-        moe_router_topk=spec.experts_per_token or 2,
-        tensor_model_parallel_size=made.layout.tp,
-        pipeline_model_parallel_size=made.layout.pp,
-        expert_model_parallel_size=made.layout.ep,
-        virtual_pipeline_model_parallel_size=None,
-        ckpt_format="torch_dist",
-        no_save_optim=True,
-        no_save_rng=True,
-    )
     return {
-        "args": arguments,
+        "args": megatron_arguments(
+            made.spec,
+            made.layout,
+            padded_vocab_size=made.padded_vocab_size,
+            vocab_multiple=VOCAB_MULTIPLE,
+        ),
         "checkpoint_version": 3.0,
         "iteration": 0,
         "content_metadata": {

@@ -21,10 +21,11 @@ from megappo.checkpoint.convert.hf_source import HFTensors
 from megappo.checkpoint.convert.output import Progress
 from megappo.checkpoint.convert.place import Place
 from megappo.checkpoint.convert.raw import byte_view
+from megappo.checkpoint.convert.rules import MTP_RULE
 from megappo.errors import CheckpointError
 from megappo.models.name_map import VALUE_HEAD, Head
 from megappo.models.spec import ModelSpec, load_spec
-from megappo.models.weights import check_names, listed
+from megappo.models.weights import check_names, dropped_names, listed
 
 
 class Side(Protocol):
@@ -81,6 +82,9 @@ def verify(
     spec = load_spec(spec_folder(first, second, like))
     with ExitStack() as stack:
         one, two = (_open(place, spec, stack) for place in (first, second))
+        for side in (one, two):
+            if left_out := _num_mtp(side, spec):
+                say(f"left out   {left_out} tensors in {side.folder} of {MTP_RULE}")
         names, others = (_names(side, spec) for side in (one, two))
         if set(names) != set(others):
             raise CheckpointError(
@@ -131,6 +135,10 @@ def _names(side: HFTensors | CheckpointTensors, spec: ModelSpec) -> list[str]:
         return side.names()
     head: Head = "value" if VALUE_HEAD in side.names() else "lm"
     return list(check_names(side, spec, head))
+
+
+def _num_mtp(side: HFTensors | CheckpointTensors, spec: ModelSpec) -> int:
+    return len(side.mtp if isinstance(side, CheckpointTensors) else dropped_names(side, spec))
 
 
 def _hash(side: Side, name: str, progress: Progress) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megappo.checkpoint.layout import KeepPolicy
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config import load
 from megappo.distributed import parallel
@@ -38,7 +39,9 @@ def main() -> None:
     mini = minibatch(roles, share(whole_batch(specs["actor"].vocab_size), context))
     for _ in range(2):  # the first step's learning rate is 0
         update(roles, mini)
-    store = CheckpointStore(folder=arguments.out / "checkpoints", keep=1, context=context)
+    store = CheckpointStore(
+        folder=arguments.out / "checkpoints", policy=KeepPolicy(newest=1), context=context
+    )
     store.save(7, {n: r.trainable for n, r in roles.items()}, {"note": 1})
     exported = {
         "actor": export(actor.policy.network, "lm"),
@@ -64,8 +67,9 @@ def save_torch_dist(root: Path, chunks: Any, context: Any) -> None:
     metadata = {"dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True)}
     state: dict[str, Any] = {"args": argparse.Namespace(world_size=context.world_size)}
     for i, chunk in enumerate(chunks):
-        # Ours is a list, one entry a layer; as a number Megatron may join the layers.
-        chunk.module.config.moe_layer_freq = 1
+        # Ours is a list, one entry a layer; as a number Megatron may join layers that are alike.
+        if all(layer.is_moe_layer for layer in chunk.module.decoder.layers):
+            chunk.module.config.moe_layer_freq = 1
         key = "model" if len(chunks) == 1 else f"model{i}"
         state[key] = chunk.module.sharded_state_dict(metadata=metadata)
     dist_checkpointing.save(state, str(folder), content_metadata={"singleton_local_shards": False})

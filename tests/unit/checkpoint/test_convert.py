@@ -110,7 +110,9 @@ def families(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("name", ALL_MODELS)
-def test_every_family_comes_back_bit_for_bit_and_loads_in_transformers(families, name, tmp_path):
+def test_every_family_comes_back_bit_for_bit_and_loads_in_transformers(
+    families, name, tmp_path, capsys
+):
     """Cut for more TP ranks than there are key-value heads, as Megatron allows it."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -120,9 +122,21 @@ def test_every_family_comes_back_bit_for_bit_and_loads_in_transformers(families,
     assert run("to-megatron", source, tmp_path / "m", *cut) == 0
     assert run("to-hf", tmp_path / "m", tmp_path / "hf", "--like", source) == 0
     assert_same_bits(source, tmp_path / "hf")
+    capsys.readouterr()
+    assert run("verify", source, tmp_path / "m") == 0
+    count = len(stored(source))
+    assert f"{count} of {count} tensors are equal" in capsys.readouterr().out
+    assert run("inspect", tmp_path / "m") == 0
+    assert "  embedding.word_embeddings.weight [512, 64] float32" in capsys.readouterr().out
     for path in source.iterdir():
-        if path.suffix != ".safetensors":
+        if path.suffix != ".safetensors" and path.name != "config.json":
             assert (tmp_path / "hf" / path.name).read_bytes() == path.read_bytes()
+    config, written = (
+        json.loads((x / "config.json").read_text()) for x in (source, tmp_path / "hf")
+    )
+    if "num_nextn_predict_layers" in config:  # transformers' default is 1, and it keeps none
+        config["num_nextn_predict_layers"] = 0
+    assert written == config
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
