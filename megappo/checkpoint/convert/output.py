@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from megappo.checkpoint.convert.place import RELEASE
+from megappo.checkpoint.convert.place import RELEASE, TRACKER_FILE
 from megappo.errors import CheckpointError
 from megappo.models.hf_folder import flush
 
@@ -35,15 +35,17 @@ def check_output(out: Path, *, overwrite: bool, sources: Sequence[Path]) -> None
         raise CheckpointError(f"{out} is no folder that could be replaced; choose another path")
     if out.exists() and not overwrite:
         raise CheckpointError(f"{out} exists; give --overwrite to replace it, or another path")
-    if out.exists() and any(out.iterdir()) and not any((out / name).exists() for name in _OURS):
+    if out.exists() and any(out.iterdir()) and not _is_of_a_conversion(out):
         raise CheckpointError(
             f"{out} holds neither a Hugging Face model nor a converted checkpoint, so it is not "
             "replaced; choose another path, or remove it"
         )
 
 
-_OURS = ("config.json", RELEASE)
-"""What one of is in a folder that a conversion made."""
+def _is_of_a_conversion(out: Path) -> bool:
+    """Whether a folder holds a Hugging Face model, or a checkpoint as `to-megatron` writes it."""
+    is_model = (out / "config.json").is_file() and any(out.glob("*.safetensors"))
+    return is_model or ((out / RELEASE).is_dir() and (out / TRACKER_FILE).is_file())
 
 
 def check_space(out: Path, needed_bytes: int) -> None:

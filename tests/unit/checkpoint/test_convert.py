@@ -382,6 +382,9 @@ def test_an_output_that_exists_is_kept_unless_overwrite_is_given(model, tmp_path
     assert "so it is not replaced" in capsys.readouterr().err
     assert (out / "mine").read_text() == "precious"
     (out / "mine").rename(out / "config.json")
+    assert run("to-megatron", model, out, "--overwrite") == 2  # a program's, not a model's
+    assert (out / "config.json").read_text() == "precious"
+    (out / "model.safetensors").write_text("weights")
     assert run("to-megatron", model, out, "--overwrite") == 0
     assert sorted(p.name for p in out.iterdir()) == ["latest_checkpointed_iteration.txt", "release"]
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
