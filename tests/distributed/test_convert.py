@@ -44,8 +44,7 @@ LOADS = {
 }
 RUNS = {
     "tp2_latent": ("deepseek_v3", 2, ["parallel.tp=2", "parallel.sequence_parallel=true"]),
-    "tp2_pp2": ("qwen2", 4, ["parallel.tp=2", "parallel.pp=2"]),
-    "pp2_vp2": ("qwen2", 2, ["parallel.pp=2", "parallel.vpp=2"]),
+    "tp2_pp2_vp2": ("qwen2", 4, ["parallel.tp=2", "parallel.pp=2", "parallel.vpp=2"]),
     "ep2": ("qwen3_moe", 2, ["parallel.ep=2"]),
 }
 

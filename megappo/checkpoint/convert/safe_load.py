@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import pickle
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,9 +66,8 @@ def safe_load(path: Path, *, memory_mapped: bool = False) -> Any:
     Raises:
         CheckpointError: damaged, or with a class that Megatron does not store.
     """
-    allowed: Iterable[Any] = [Namespace, SimpleNamespace, *((Opaque, name) for name in _OPAQUE)]
     try:
-        with torch.serialization.safe_globals(list(allowed)):
+        with _only_allowed():
             return torch.load(path, map_location="cpu", weights_only=True, mmap=memory_mapped)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
         first = str(error).strip().splitlines()
@@ -75,6 +75,24 @@ def safe_load(path: Path, *, memory_mapped: bool = False) -> Any:
             f"{path} cannot be loaded safely: {_reason(first)}; it is damaged, or holds more than "
             "Megatron stores, which is never loaded as it could run any code"
         ) from error
+
+
+@contextmanager
+def _only_allowed() -> Iterator[None]:
+    """Sets torch's list of safe classes, and brings back what it was.
+
+    Megatron adds numpy's real classes when it is imported, some of which torch then cannot build.
+    """
+    before = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals(
+        [Namespace, SimpleNamespace, *((Opaque, name) for name in _OPAQUE)]
+    )
+    try:
+        yield
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)
 
 
 def _reason(lines: list[str]) -> str:
