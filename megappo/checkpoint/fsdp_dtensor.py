@@ -4,7 +4,7 @@ The format of one model's folder is Megatron's idea of `fsdp_dtensor`: every wei
 is a DTensor whose rows are spread unevenly over DP, and each rank writes its rows under the name of
 the parameter. Weights are the optimizer's main weights, float32 also for a bfloat16 model. Keys:
 
-    model.NAME                   main weight
+    model.NAME                   main weight; a router's bias, whole
     optimizer.state.NAME.KEY     moment (`exp_avg`, `exp_avg_sq`); a step count, where kept there
     optimizer.groups             parameter names and settings of each group
     scheduler.KEY                of the learning-rate schedule
@@ -14,9 +14,8 @@ parameter, and halves gated weights, both to load in another tensor-parallel lay
 out here. Its preparation of a state dict (uneven_dtensor.py:229 of megatron-core 0.16.1) talks once
 a tensor, while a rank without rows of a parameter has no moments of it
 (param_and_grad_buffer.py:2664), so that ranks would wait for different tensors; here ranks talk
-once a parameter, which all have, and moments take the places of its rows. Left out: persistent
-module buffers, which no model of ours has, and Transformer Engine's extra state (the history of
-fp8's delayed scaling).
+once a parameter, which all have, and moments take the places of its rows. Left out: Transformer
+Engine's extra state (the history of fp8's delayed scaling).
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from megappo.distributed import fsdp
 from megappo.distributed.grad_sync import Trainable
 from megappo.distributed.offload import inner_optimizers
 from megappo.errors import CheckpointError, SaveError
+from megappo.models.weights import router_biases
 
 
 def save(folder: Path, model: Trainable) -> None:
@@ -82,6 +82,7 @@ def _state(model: Trainable) -> dict[str, Any]:
     weights = {name: parameter.main.detach() for name, parameter in parameters.items()}
     for weight in weights.values():
         _find_rows(weight)
+    biases = {name: bias for chunk in model.chunks for name, bias in router_biases(chunk).items()}
     (optimizer,) = inner_optimizers(model.optimizer)
     names = {id(parameter.main): name for name, parameter in parameters.items()}
     moments = {names[id(parameter)]: dict(values) for parameter, values in optimizer.state.items()}
@@ -93,7 +94,7 @@ def _state(model: Trainable) -> dict[str, Any]:
         for group in optimizer.param_groups
     ]
     return {
-        "model": weights,
+        "model": weights | biases,
         "optimizer": {"state": moments, "groups": groups},
         "scheduler": model.scheduler.state_dict(),
     }
