@@ -240,7 +240,8 @@ def _check_code(config: Mapping[str, Any], trust_remote_code: bool) -> None:
     if config.get("auto_map") and not trust_remote_code:
         raise ModelError(
             f"config.json names code of its own (auto_map={config['auto_map']}); set "
-            f"trust_remote_code=true if it computes the same as model_type {config['model_type']!r}"
+            "trust_remote_code=true (convert: --trust-remote-code) if it computes the same as "
+            f"model_type {config['model_type']!r}"
         )
 
 

@@ -68,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     three.add_argument(
         "--logits", action="store_true", help="also run both, by transformers and by Megatron"
     )
+    _add_trust(three)
     _add_role(three)
     three.set_defaults(run=_verify)
 
@@ -86,7 +87,17 @@ def _add_role(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_trust(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="the model's folder names code of its own, which is not run: it computes what its "
+        "model_type does",
+    )
+
+
 def _add_common(parser: argparse.ArgumentParser) -> None:
+    _add_trust(parser)
     parser.add_argument(
         "--dtype", choices=DTYPES, help="of all tensors; each keeps its own if not given"
     )
@@ -117,6 +128,7 @@ def _to_megatron(args: argparse.Namespace) -> int:
         layout=Layout(tp=args.tp, pp=args.pp, ep=args.ep),
         dtype=DTYPES.get(args.dtype),
         max_file_bytes=args.max_file_size,
+        trust_remote_code=args.trust_remote_code,
     )
     return _run(
         args,
@@ -137,6 +149,7 @@ def _to_hf(args: argparse.Namespace) -> int:
         args.like,
         dtype=DTYPES.get(args.dtype),
         max_file_bytes=args.max_file_size,
+        trust_remote_code=args.trust_remote_code,
     )
     return _run(
         args,
@@ -186,14 +199,21 @@ def _verify(args: argparse.Namespace) -> int:
     first, second = (find_place(path, role=args.role) for path in (args.first, args.second))
     if args.logits and "huggingface" not in (first.format, second.format):
         raise CheckpointError("--logits needs a Hugging Face folder as A or B, for transformers")
-    found = verify(first, second, like=args.like, say=_say, progress=Progress)
+    found = verify(
+        first,
+        second,
+        like=args.like,
+        trust_remote_code=args.trust_remote_code,
+        say=_say,
+        progress=Progress,
+    )
     different = [one.name for one in found if not one.is_equal]
     _say(f"{len(found) - len(different)} of {len(found)} tensors are equal")
     if args.logits:
         from megappo.checkpoint.convert.logits import compare_logits
 
         hf, other = (first, second) if first.format == "huggingface" else (second, first)
-        gap = compare_logits(hf, other)
+        gap = compare_logits(hf, other, trust_remote_code=args.trust_remote_code)
         choice = "the same" if gap.same_choice else "NOT always the same"
         _say(
             f"logits     largest difference {gap.short:.2e} in a short prompt, {gap.late:.2e} at "

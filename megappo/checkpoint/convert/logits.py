@@ -44,17 +44,18 @@ class Difference:
     """Both give every position's largest logit to the same token."""
 
 
-def compare_logits(hf: Place, other: Place) -> Difference:
+def compare_logits(hf: Place, other: Place, *, trust_remote_code: bool) -> Difference:
     """Runs both models on the same tokens, drawn with a fixed seed.
 
     Args:
         hf: A Hugging Face folder.
         other: The same model in any format.
+        trust_remote_code: As `load_spec` takes it; transformers too runs its own code alone.
 
     Raises:
         CheckpointError: a critic, which has no logits.
     """
-    spec = load_spec(hf.folder)
+    spec = load_spec(hf.folder, trust_remote_code=trust_remote_code)
     _check_has_logits(other, spec)
     generator = torch.Generator().manual_seed(0)
     long_tokens = min(LONG_TOKENS, spec.max_positions)
@@ -88,7 +89,9 @@ def _kept(logits: Tensor) -> Tensor:
 def _by_transformers(folder: Path, prompts: list[Tensor]) -> list[Tensor]:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, trust_remote_code=False
+    )
     with torch.no_grad():
         return [_kept(model(prompt[None]).logits[0]) for prompt in prompts]
 

@@ -91,6 +91,7 @@ def plan(
     *,
     dtype: torch.dtype | None = None,
     max_file_bytes: int = 5 * 10**9,
+    trust_remote_code: bool = False,
 ) -> Plan:
     """Reads the checkpoint's metadata and compares it with the model.
 
@@ -99,12 +100,13 @@ def plan(
         like: The model's Hugging Face folder.
         dtype: Of all tensors but buffers, None to keep each one's.
         max_file_bytes: Largest size of a weights file, unless one tensor alone is larger.
+        trust_remote_code: As `load_spec` takes it.
 
     Raises:
         UserError: `like` is damaged or of another model, or the checkpoint is damaged.
     """
     like = Path(like)
-    spec = load_spec(like)
+    spec = load_spec(like, trust_remote_code=trust_remote_code)
     with CheckpointTensors(place, spec) as tensors:
         planned = [
             Planned(

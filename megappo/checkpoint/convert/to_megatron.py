@@ -142,15 +142,23 @@ def plan(
     layout: Layout,
     dtype: torch.dtype | None = None,
     max_file_bytes: int = 5 * 10**9,
+    trust_remote_code: bool = False,
 ) -> Plan:
     """Reads config.json and the headers of the weights, and checks both.
+
+    Args:
+        source: The Hugging Face folder.
+        layout: That the files are cut for.
+        dtype: Of all tensors but buffers, None to keep each one's.
+        max_file_bytes: Largest size of the parameters that are written together.
+        trust_remote_code: As `load_spec` takes it.
 
     Raises:
         ModelError: the folder is damaged, or is of a model that is not supported, or the layout
             does not fit it.
     """
     source = Path(source)
-    spec = load_spec(source)
+    spec = load_spec(source, trust_remote_code=trust_remote_code)
     layout.check(spec)
     with HFTensors(source) as tensors:
         head: Head = "value" if VALUE_HEAD in tensors.names() else "lm"

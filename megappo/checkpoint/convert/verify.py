@@ -64,6 +64,7 @@ def verify(
     second: Place,
     *,
     like: Path | None,
+    trust_remote_code: bool,
     say: Callable[[str], None],
     progress: Callable[[int], Progress],
 ) -> list[Compared]:
@@ -73,13 +74,15 @@ def verify(
         first: A model.
         second: Another.
         like: The model's Hugging Face folder, needed if neither side is one.
+        trust_remote_code: As `load_spec` takes it.
         say: Takes a line a tensor.
         progress: Makes a progress line for a number of bytes.
 
     Raises:
         UserError: a side is damaged, or they are different models.
     """
-    spec = load_spec(spec_folder(first, second, like))
+    folder = spec_folder(first, second, like)
+    spec = load_spec(folder, trust_remote_code=trust_remote_code)
     with ExitStack() as stack:
         one, two = (_open(place, spec, stack) for place in (first, second))
         for side in (one, two):

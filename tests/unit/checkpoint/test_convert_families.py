@@ -186,6 +186,29 @@ def test_megatron_finds_the_state_and_the_arguments_of_latent_attention(
     assert {key: arguments[key] for key in wanted} == wanted
 
 
+def test_a_folder_with_code_of_its_own_needs_a_flag_and_keeps_the_code(families, tmp_path, capsys):
+    source, flag = tmp_path / "source", "--trust-remote-code"
+    shutil.copytree(families / "deepseek_v2_lite", source)
+    config = json.loads((source / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "code.DeepseekV2ForCausalLM"}
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "code.py").write_text("raise RuntimeError('this code was run')")
+    commands = (
+        ("to-megatron", source, tmp_path / "m"),
+        ("to-hf", tmp_path / "m", tmp_path / "hf", "--like", source),
+        ("verify", source, tmp_path / "m"),
+    )
+    for command in commands:
+        assert run(*command, flag) == 0
+    written = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert written["auto_map"] == config["auto_map"]
+    assert (tmp_path / "hf" / "code.py").is_file()
+    capsys.readouterr()
+    for command in commands:
+        assert run(*command, *(["--overwrite"] if command[0] != "verify" else [])) == 2
+        assert flag in capsys.readouterr().err
+
+
 def test_gemma_is_refused_with_what_megatron_lacks(tmp_path, capsys):
     source = tmp_path / "gemma"
     source.mkdir()
