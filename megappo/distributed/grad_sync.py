@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from megappo.config.learning import OptimizerSection
 from megappo.distributed import fsdp as fully_sharded
-from megappo.distributed.offload import PARTS, Offloader, Part
+from megappo.distributed.offload import PARTS, Offloader, Part, on_device
 
 
 class NonFiniteGradientError(RuntimeError):
@@ -166,10 +166,13 @@ class Trainable:
         """Gathers parameters that a step left to the next forward pass; else does nothing.
 
         Collective over DP. Needed before weights are read other than by a training forward: export,
-        checkpoint, offload.
+        checkpoint, offload. Parameters that are away are fetched for it.
         """
-        for group in _unsettled(self.chunks):
-            group.start_param_sync(force_sync=True)
+        groups = list(_unsettled(self.chunks))
+        if groups:
+            with on_device(self.memory, "params"):
+                for group in groups:
+                    group.start_param_sync(force_sync=True)
 
     def _require(self, *parts: Part) -> None:
         if self.memory is not None:
