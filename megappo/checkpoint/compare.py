@@ -22,6 +22,10 @@ Format = Literal["torch_dist", "fsdp_dtensor"]
 FIXED_KEYS = {
     "model.dtype": "weights are stored in it",
     "algorithm.kl_ctrl": "the controller's state is of that kind",
+} | {
+    f"{role}.lora.{name}": "the adapters are made for it"
+    for role in ("actor", "critic")
+    for name in ("rank", "alpha", "target_modules")
 }
 """Keys that must not change, and why. The sampler compares its own: seed, batch size, shuffle."""
 
@@ -145,7 +149,7 @@ def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], checkpoint: P
     differing = [
         f"{key} {before[key]} -> {now[key]} ({reason})"
         for key, reason in FIXED_KEYS.items()
-        if before[key] != now[key]
+        if key in before and before[key] != now[key]
     ]
     if differing:
         raise CheckpointError(
@@ -169,6 +173,30 @@ def config_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
         for key, value in now.items()
         if key in before and before[key] != value and key not in _OF_THE_PLACE
     ]
+
+
+def check_base_weights(
+    saved: Mapping[str, Any], now: Mapping[str, Sequence[Mapping[str, Any]]], checkpoint: Path
+) -> None:
+    """Refuses other weights below the adapters; their place may change.
+
+    Args:
+        saved: the checkpoint's small state.
+        now: role with adapters -> `data.identity.file_identities` of its folder's weights.
+        checkpoint: its folder, for the message.
+
+    Raises:
+        CheckpointError: with the role.
+    """
+    before = saved.get("base_weights", {})
+    for role, files in now.items():
+        if before.get(role) != [dict(file) for file in files]:
+            raise CheckpointError(
+                f"{checkpoint} has the {role}'s adapters alone, and the weights in its folder are "
+                "not those that they were trained on; set "
+                f"{'model.path' if role == 'actor' else 'critic.path'} back, or use a new "
+                "trainer.run_dir"
+            )
 
 
 def check_data(

@@ -3,7 +3,8 @@
 Optimizer state is `fully_reshardable` always: moments and main weights lie under the parameter's
 name in its own shape, so TP, PP, VPP, CP, EP, ETP and DP may change between save and load. Of the
 rest of Megatron's optimizer state nothing is read: the settings of a parameter group come from the
-config and the scheduler, and Adam's step is the scheduler's count.
+config and the scheduler, and Adam's step is the scheduler's count. Where adapters are trained, the
+frozen weights are left out: they are those of the model's folder.
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ def load(folder: Path, model: Trainable) -> None:
 
     state = dist_checkpointing.load(_sharded_state(model, is_loading=True), str(folder))
     for key, chunk in zip(_chunk_keys(model), model.chunks, strict=True):
-        chunk.module.load_state_dict(state[key], strict=True)
+        _fill(chunk.module, state[key])
     for number, optimizer in enumerate(_optimizers(model)):
         optimizer.load_state_dict(
             {
@@ -189,6 +190,26 @@ def load(folder: Path, model: Trainable) -> None:
             }
         )
     model.scheduler.load_state_dict(state["scheduler"])
+
+
+def _fill(chunk: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    """Every trained tensor from the checkpoint; frozen ones are not in it."""
+    trained = {name for name, p in chunk.named_parameters() if p.requires_grad}
+    is_whole = len(trained) == sum(1 for _ in chunk.parameters())
+    missing, unknown = chunk.load_state_dict(state, strict=is_whole)
+    assert not unknown, f"the checkpoint has {unknown}, which this model has not"
+    assert trained.isdisjoint(missing), f"the checkpoint lacks {sorted(trained & set(missing))}"
+
+
+def _trained_alone(chunk: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """Without what stays as the model's folder has it, where adapters are trained."""
+    if all(p.requires_grad for p in chunk.parameters()):
+        return state
+    return {
+        key: value
+        for key, value in state.items()
+        if getattr(getattr(value, "data", None), "requires_grad", False)
+    }
 
 
 def _metadata() -> dict[str, Any]:
@@ -213,7 +234,7 @@ def _sharded_state(model: Trainable, *, is_loading: bool) -> dict[str, Any]:
     """What is stored, as Megatron's sharded tensors. Collective over DP."""
     metadata = _metadata()
     state: dict[str, Any] = {
-        key: chunk.module.sharded_state_dict(metadata=metadata)
+        key: _trained_alone(chunk.module, chunk.module.sharded_state_dict(metadata=metadata))
         for key, chunk in zip(_chunk_keys(model), model.chunks, strict=True)
     }
     # Not the optimizer's `sharded_state_dict`: it adds the settings of parameter groups, of which

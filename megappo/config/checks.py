@@ -94,6 +94,7 @@ def check_sections(config: Config) -> list[str]:
     for name, role in (("actor", config.actor), ("critic", config.critic)):
         problems += _check_budget(config, name, role)
     problems += _check_fsdp(config)
+    problems += _check_lora(config)
     problems += _check_ratio(config)
     problems += [
         f"guard.rules.{name}.action is 'raise_kl_coef': no KL is in use; set "
@@ -207,6 +208,20 @@ def _check_fsdp(config: Config) -> list[str]:
             if getattr(memory, f"{part}_offload")
         ]
     return problems
+
+
+def _check_lora(config: Config) -> list[str]:
+    """Adapters hang on whole shards of weights that Megatron's products read as they are."""
+    return [
+        f"{role}.lora.rank is {lora.rank} and {key} is {value!r}: adapters are not built for it; "
+        f"set {role}.lora.rank=0 or {key}={off}"
+        for role, lora in (("actor", config.actor.lora), ("critic", config.critic.lora))
+        for key, value, off in (
+            ("parallel.fsdp", config.parallel.fsdp, "false"),
+            ("model.fp8", config.model.fp8, "none"),
+        )
+        if lora.rank and value not in (False, "none")
+    ]
 
 
 def _check_megatron_engine(config: Config) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from megappo.config.fields import Problems, opt, section
 from megappo.config.layout import MemorySection
+from megappo.config.lora import LoraSection
 
 A = "actor_rollout_ref.actor."
 C = "algorithm.rollout_correction."
@@ -166,6 +167,7 @@ class ActorSection:
         verl=A + "megatron.override_transformer_config.moe_aux_loss_coeff",
     )  # fmt: skip
     memory: MemorySection = section(MemorySection, "device memory", verl=A + "megatron.")
+    lora: LoraSection = section(LoraSection, "low-rank adapters", verl="actor_rollout_ref.model.")
 
     @property
     def clip_low(self) -> float:
@@ -222,6 +224,7 @@ class CriticSection:
         0.0, "weight of the experts' load-balancing loss, a mean over sequences; 0: none"
     )
     memory: MemorySection = section(MemorySection, "device memory", verl="critic.megatron.")
+    lora: LoraSection = section(LoraSection, "low-rank adapters", verl="critic.model.")
 
     def __post_init__(self) -> None:
         p = Problems()

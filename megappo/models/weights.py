@@ -13,8 +13,9 @@ replicas.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ from megappo.distributed.fsdp import ShardedParameter, is_managed, is_sharded, s
 from megappo.distributed.offload import OffloadedError
 from megappo.errors import ModelError
 from megappo.models.hf_folder import TensorFolder, TensorReader, write_folder
+from megappo.models.lora import Adapter, adapters, is_adapter_name
 from megappo.models.name_map import (
     LM_HEAD,
     OUTPUT_LAYER,
@@ -160,27 +162,44 @@ def listed(names: set[str]) -> str:
 def named_weights(
     chunks: Sequence[torch.nn.Module], spec: ModelSpec
 ) -> Iterator[tuple[str, Tensor | ShardedParameter]]:
-    """Canonical name of each parameter and router's bias on this rank, and it; each name once."""
-    from megatron.core import parallel_state as ps
+    """Canonical name of each weight and router's bias on this rank, and it; each name once.
 
-    num_local_experts = spec.num_experts // ps.get_expert_model_parallel_world_size()
-    expert_offset = num_local_experts * ps.get_expert_model_parallel_rank()
+    Adapters have no such name: see `named_adapters`.
+    """
     seen: set[str] = set()
     for chunk in chunks:
-        model = _unwrap(chunk)
-        layers = model.decoder.layers
-        offset = layers[0].layer_number - 1 if len(layers) else 0
+        naming = _naming(chunk, spec)
         for local, parameter in _local_parameters(chunk):
-            name = canonical_name(
-                local,
-                offset,
-                expert_offset=expert_offset,
-                moe_layers=spec.moe_layers,
-                latent=spec.latent is not None,
-            )
+            if is_adapter_name(local):
+                continue
+            name = naming(local)
             assert name not in seen, f"two parameters of this rank are {name}"
             seen.add(name)
             yield name, parameter
+
+
+def named_adapters(chunks: Sequence[torch.nn.Module], spec: ModelSpec) -> dict[str, Adapter]:
+    """This rank's adapters by the canonical name of the weight that each adds to."""
+    return {
+        _naming(chunk, spec)(f"{layer}.weight"): adapter
+        for chunk in chunks
+        for layer, adapter in adapters(_unwrap(chunk))
+    }
+
+
+def _naming(chunk: torch.nn.Module, spec: ModelSpec) -> Callable[[str], str]:
+    """From a name within a chunk to the canonical one."""
+    from megatron.core import parallel_state as ps
+
+    num_local_experts = spec.num_experts // ps.get_expert_model_parallel_world_size()
+    layers = _unwrap(chunk).decoder.layers
+    return partial(
+        canonical_name,
+        layer_offset=layers[0].layer_number - 1 if len(layers) else 0,
+        expert_offset=num_local_experts * ps.get_expert_model_parallel_rank(),
+        moe_layers=spec.moe_layers,
+        latent=spec.latent is not None,
+    )
 
 
 def _local_parameters(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor | ShardedParameter]]:
@@ -257,7 +276,8 @@ def export_hf(
 
     Collective over the TP and PP groups, for a model with experts over the EP and ETP groups too,
     which reach across replicas, and under Megatron's FSDP over DP: all of their ranks must take
-    every item. A tensor may share memory with a parameter; copy what is kept beyond the next item.
+    every item. Adapters are merged into the weights that they add to. A tensor may share memory
+    with a parameter; copy what is kept beyond the next item.
 
     Args:
         chunks: This rank's chunks, bare or wrapped; those that Megatron's FSDP wraps, wrapped.
@@ -277,12 +297,17 @@ def export_hf(
         # The last stage of a pipeline has a copy of the embedding under this name.
         mine.pop(OUTPUT_LAYER, None)
         del table[OUTPUT_LAYER]
-    owners = _owners(mine, spread=spec.num_experts > 0)
+    adapted = named_adapters(chunks, spec)
+    owners = find_owners(mine, spread=spec.num_experts > 0)
     unowned, unmapped = table.keys() - owners.keys(), owners.keys() - table.keys()
     assert not unowned, f"no rank holds {sorted(unowned)}"
     assert not unmapped, f"these have no Hugging Face name: {sorted(unmapped)}"
     for name, entry in table.items():
-        full = _gather(mine.get(name), owners[name], entry)
+        held = mine.get(name)
+        if name in adapted:
+            assert isinstance(held, Tensor), "fully sharded models have no adapters"
+            held = adapted[name].merged(held)
+        full = gather_full(held, owners[name], entry)
         parts = split_full(full, entry, spec)
         for (hf_name, _), part in zip(entry.parts, parts, strict=True):
             kept = part.dtype if dtype is None or entry.is_buffer else dtype
@@ -313,7 +338,7 @@ class Owner:
     device: str
 
 
-def _owners(mine: Mapping[str, Tensor | ShardedParameter], *, spread: bool) -> dict[str, Owner]:
+def find_owners(mine: Mapping[str, Tensor | ShardedParameter], *, spread: bool) -> dict[str, Owner]:
     """Who holds each parameter. Collective over the PP group, and over the EP group if `spread`."""
     from megatron.core import parallel_state as ps
 
@@ -334,7 +359,7 @@ def _owners(mine: Mapping[str, Tensor | ShardedParameter], *, spread: bool) -> d
     return owners
 
 
-def _gather(held: Tensor | ShardedParameter | None, owner: Owner, entry: Entry) -> Tensor:
+def gather_full(held: Tensor | ShardedParameter | None, owner: Owner, entry: Entry) -> Tensor:
     """The full Megatron tensor on every rank. Collective over the PP and TP, or EP, PP and ETP.
 
     One of Megatron's FSDP is gathered over DP first.

@@ -9,6 +9,7 @@ optimizer step of a batch the probability ratio is exactly 1, bit for bit. With
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,6 +23,7 @@ from megappo.distributed.offload import Offloader, on_device
 from megappo.distributed.parallel import tensor_parallel_group
 from megappo.distributed.pipeline import LossSum, run_forward_backward
 from megappo.distributed.vocab_parallel import log_probs_and_entropy
+from megappo.models.lora import dropping, without_adapters
 from megappo.ppo.losses import aggregation_weights, kl_loss, policy_loss
 from megappo.ppo.masking import masked_sum
 from megappo.roles.base import GIB, Network, UpdateCheck, call_model, finish_update, longest
@@ -38,6 +40,8 @@ class Policy:
     temperature: float
     memory: Offloader | None
     """Moves the weights between device and host; None under fully sharded data parallel."""
+    without_adapters: bool = False
+    """It is the actor's own model, as that was before its adapters were trained."""
 
     def log_probs(
         self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]
@@ -47,7 +51,8 @@ class Policy:
         def finish(logits: Tensor, micro: MicroBatch) -> list[Tensor]:
             return list(self.token_log_probs(logits, micro, with_entropy=True))
 
-        with on_device(self.memory, "params"):
+        bare = without_adapters(self.chunks) if self.without_adapters else nullcontext()
+        with on_device(self.memory, "params"), bare:
             log_probs, entropy = self.network.fill(
                 self.chunks, batch, micro_batches, finish, num_outputs=2
             )
@@ -137,13 +142,14 @@ class Actor:
             loss_agg_mode=self.settings.loss_agg_mode,
         )
         self.trainable.zero_grad()
-        found, saved = run_forward_backward(
-            self.trainable.chunks,
-            cuts,
-            call=call_model,
-            loss=lambda logits, micro: self._loss(logits, micro, is_first, kl_factor),
-            max_tokens=longest(cuts),
-        )
+        with dropping(self.trainable.chunks):
+            found, saved = run_forward_backward(
+                self.trainable.chunks,
+                cuts,
+                call=call_model,
+                loss=lambda logits, micro: self._loss(logits, micro, is_first, kl_factor),
+                max_tokens=longest(cuts),
+            )
         measured = found if network.context.reports_losses else Tally()
         if balance is not None:
             balance.add_to(measured, "actor/moe_aux_loss", network.context)

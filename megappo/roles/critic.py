@@ -14,6 +14,7 @@ from megappo.distributed.grad_sync import Trainable
 from megappo.distributed.metrics import Tally
 from megappo.distributed.offload import on_device
 from megappo.distributed.pipeline import LossSum, run_forward_backward
+from megappo.models.lora import dropping
 from megappo.ppo.losses import aggregation_weights, value_loss
 from megappo.ppo.masking import masked_sum
 from megappo.roles.base import GIB, Network, UpdateCheck, call_model, finish_update, longest
@@ -85,13 +86,14 @@ class Critic:
             loss_agg_mode=self.settings.loss_agg_mode,
         )
         self.trainable.zero_grad()
-        found, saved = run_forward_backward(
-            self.trainable.chunks,
-            cuts,
-            call=call_model,
-            loss=self._loss,
-            max_tokens=longest(cuts),
-        )
+        with dropping(self.trainable.chunks):
+            found, saved = run_forward_backward(
+                self.trainable.chunks,
+                cuts,
+                call=call_model,
+                loss=self._loss,
+                max_tokens=longest(cuts),
+            )
         context = self.network.context
         measured = found if context.reports_losses else Tally()
         if balance is not None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from megappo.config import Config
 from megappo.config.learning import ActorSection, CriticSection
+from megappo.config.lora import LoraSection
 from megappo.config.servers import server_owners
 from megappo.data.cost import SequenceCost
 from megappo.distributed.grad_sync import Trainable, make_trainable
@@ -21,6 +23,7 @@ from megappo.distributed.parallel import (
     replicas,
 )
 from megappo.models.build import Recompute, build_chunk, transformer_config
+from megappo.models.lora import add_adapters
 from megappo.models.name_map import Head
 from megappo.models.spec import ModelSpec
 from megappo.models.weights import hf_names, load_hf_weights
@@ -113,7 +116,7 @@ def build_trainer(
         corrector=make_corrector(config),
         memory=ModelMemory(
             trained=(actor.trainable, critic.trainable),
-            reference=None if reference is None else reference.memory,
+            reference=None if reference is None or reference.without_adapters else reference.memory,
         ),
         memory_agreement=MemoryAgreement(context, config.parallel),
     )
@@ -210,8 +213,9 @@ def build_network(
     context: ParallelContext,
     *,
     recompute: Recompute = "none",
+    lora: LoraSection | None = None,
 ) -> Network:
-    """A model of this rank with its weights read. Collective over the world."""
+    """A model of this rank with its weights read, and new adapters. Collective over the world."""
     layout = config.parallel
     settings = transformer_config(
         spec,
@@ -242,6 +246,8 @@ def build_network(
         for number in range(context.vp)
     ]
     load_hf_weights(chunks, path, spec, head=head)
+    if lora is not None and lora.rank:
+        add_adapters(chunks, lora, seed=config.trainer.seed)
     return Network(spec=spec, config=settings, chunks=chunks, context=context, packed=layout.packed)
 
 
@@ -263,8 +269,12 @@ def build_roles(
     paths = model_paths(config)
     temperature = config.rollout.temperature
 
-    def network(role: str, head: Head, recompute: Recompute) -> Network:
-        return build_network(config, specs[role], paths[role], head, context, recompute=recompute)
+    def network(
+        role: str, head: Head, recompute: Recompute, lora: LoraSection | None = None
+    ) -> Network:
+        return build_network(
+            config, specs[role], paths[role], head, context, recompute=recompute, lora=lora
+        )
 
     def trainable(name: str, net: Network, role: ActorSection | CriticSection) -> Trainable:
         made = make_trainable(
@@ -287,7 +297,7 @@ def build_roles(
             made.memory.offload()
         return made
 
-    actor_net = network("actor", "lm", config.actor.memory.recompute)
+    actor_net = network("actor", "lm", config.actor.memory.recompute, config.actor.lora)
     actor_trainable = trainable("actor", actor_net, config.actor)
     actor = Actor(
         policy=Policy(
@@ -299,7 +309,7 @@ def build_roles(
         trainable=actor_trainable,
         settings=config.actor,
     )
-    critic_net = network("critic", "value", config.critic.memory.recompute)
+    critic_net = network("critic", "value", config.critic.memory.recompute, config.critic.lora)
     critic = Critic(
         network=critic_net,
         trainable=trainable("critic", critic_net, config.critic),
@@ -307,6 +317,8 @@ def build_roles(
     )
     if not config.uses_reference:
         return actor, critic, None
+    if config.actor.lora.rank and paths["reference"] == paths["actor"]:
+        return actor, critic, replace(actor.policy, without_adapters=True)
     net = network("reference", "lm", "none")
     for chunk in net.chunks:
         chunk.requires_grad_(False)

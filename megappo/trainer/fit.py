@@ -23,6 +23,7 @@ from megappo.distributed.parallel import all_gather_objects, all_ranks_or_none, 
 from megappo.distributed.rank_check import compare_ranks
 from megappo.errors import GuardStop, RanksDifferError, SaveError, StopRequested
 from megappo.loggers import Logger
+from megappo.models.lora_export import save_peft
 from megappo.models.weights import save_hf
 from megappo.rollout.recovery import EnginesLost
 from megappo.trainer.adjustments import Adjustments
@@ -406,6 +407,15 @@ class Run:
         trainable = self.trainer.actor.trainable
         with on_device(trainable.memory, "params"):
             save_hf(trainable.chunks, network.spec, self.config.model.path, new)
+            if self.config.actor.lora.rank:
+                peft = out.with_name("actor_peft")
+                save_peft(
+                    trainable.chunks,
+                    network.spec,
+                    self.config.actor.lora,
+                    peft,
+                    base=self.config.model.path,
+                )
         with all_ranks_or_none(context, "exporting the actor"):
             if context.is_main:
                 if out.exists():
@@ -422,7 +432,10 @@ class Run:
 
 
 def checkpoint_state(
-    config: Config, trainer: PPOTrainer, train_files: Sequence[Mapping[str, Any]]
+    config: Config,
+    trainer: PPOTrainer,
+    train_files: Sequence[Mapping[str, Any]],
+    base_weights: Mapping[str, Sequence[Mapping[str, Any]]],
 ) -> dict[str, Any]:
     """The small state of a checkpoint, equal on all ranks, as JSON values.
 
@@ -430,12 +443,14 @@ def checkpoint_state(
         config: of the run.
         trainer: between two steps.
         train_files: of `file_identities`.
+        base_weights: of the roles with adapters, of `file_identities`.
     """
     return {
         **_progress(trainer),
         "guard": trainer.guard.state_dict() | {"adjustments": trainer.adjustments.state_dict()},
         "config": flatten(config),
         "train_files": list(train_files),
+        "base_weights": {role: list(files) for role, files in base_weights.items()},
         "models": {
             "actor": model_identity(trainer.actor.policy.network.spec),
             "critic": model_identity(trainer.critic.network.spec),

@@ -15,6 +15,7 @@ from typing import Any
 from megappo.checkpoint import layout
 from megappo.checkpoint.compare import (
     LAYOUT_FIELDS,
+    check_base_weights,
     check_config,
     check_data,
     check_format,
@@ -32,6 +33,7 @@ from megappo.data.prompts import PromptDataset, check_files
 from megappo.data.sampler import PromptSampler
 from megappo.errors import CheckpointError, ModelError, UserError
 from megappo.models.build import check_layout as check_model_layout
+from megappo.models.lora import check_targets
 from megappo.models.packing import Alignment, token_multiple
 from megappo.models.spec import ModelSpec, load_spec
 from megappo.models.weights import check_weights
@@ -60,6 +62,8 @@ class Preflight:
     changes: tuple[str, ...]
     """what is other than when the checkpoint was written, layout first"""
     train_files: tuple[Mapping[str, Any], ...]
+    base_weights: Mapping[str, Sequence[Mapping[str, Any]]]
+    """files below the adapters, of the roles that have some"""
     """of `file_identities`"""
     warnings: tuple[str, ...]
 
@@ -121,12 +125,14 @@ def preflight(
                     rows.check_prompts()
     total = config.trainer.total_steps or config.trainer.total_epochs * sampler.batches_per_epoch
     train_files = tuple(file_identities(config.data.train_files))
+    base_weights = _base_weights(config)
     checkpoint = _check_run_dir(config)
     changes: tuple[str, ...] = ()
     if checkpoint is not None:
         state = layout.read_state(checkpoint)
         changes = _check_state(config, state, checkpoint, plan, specs)
         check_data(state, train_files, checkpoint)
+        check_base_weights(state, base_weights, checkpoint)
         _check_sampler(state, sampler)
     return Preflight(
         plan=plan,
@@ -143,6 +149,7 @@ def preflight(
         checkpoint=checkpoint,
         changes=changes,
         train_files=train_files,
+        base_weights=base_weights,
         warnings=tuple(_warnings(config, specs)),
     )
 
@@ -159,6 +166,15 @@ def _end_in_words(config: Config, sampler: PromptSampler, total: int) -> str:
         f"{total} steps, as trainer.total_steps says: up to batch {batch} of {batches} in epoch "
         f"{epoch + 1}"
     )
+
+
+def _base_weights(config: Config) -> dict[str, list[dict[str, Any]]]:
+    paths = model_paths(config)
+    return {
+        role: file_identities(sorted(Path(paths[role]).glob("*.safetensors")))
+        for role, settings in (("actor", config.actor), ("critic", config.critic))
+        if settings.lora.rank
+    }
 
 
 def model_paths(config: Config) -> dict[str, str]:
@@ -209,6 +225,9 @@ def _check_models(config: Config) -> dict[str, ModelSpec]:
         spec = load_spec(path, trust_remote_code=config.model.trust_remote_code)
         _check_split(config, role, path, spec)
         check_weights(path, spec, head="value" if role == "critic" else "lm")
+        if role != "reference":
+            lora = config.actor.lora if role == "actor" else config.critic.lora
+            check_targets(spec, lora, key=f"{role}.lora")
         specs[role] = spec
     spreads_experts = config.parallel.ep > 1 or config.parallel.etp > 1
     if spreads_experts and not any(spec.num_experts for spec in specs.values()):

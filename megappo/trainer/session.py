@@ -208,7 +208,7 @@ class Session:
             context=trainer.context,
             ranks_on_node=self._launch.local_world_size,
             save_freq=config.trainer.save_freq,
-            state=lambda: checkpoint_state(config, trainer, found.train_files),
+            state=lambda: checkpoint_state(config, trainer, found.train_files, found.base_weights),
             say=self._say,
             event=records.event if records is not None else _no_event,
         )

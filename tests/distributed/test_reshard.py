@@ -26,9 +26,17 @@ EXPERTS = {
     "tp2_etp1": [*TP2, "parallel.ep=2", "parallel.etp=1"],
     "pp2": ["parallel.pp=2"],
 }
+LORA = ["actor.lora.rank=4", "critic.lora.rank=4"]
+ADAPTERS = {
+    "tp2": [*TP2, *LORA],
+    "dp2": LORA,
+    "vpp2": ["parallel.pp=2", "parallel.vpp=2", *LORA],
+}
 MODELS = {
     # Tied, so that a stage has a bucket with padding behind it; an odd vocabulary, padded under TP.
     "qwen2": (DENSE, {"family": "qwen2"}),
+    # The checkpoint has the adapters alone, with rows of gate and up that TP cuts apart.
+    "adapters": (ADAPTERS, {"family": "qwen2"}),
     # Without experts on the first of two stages, whose expert optimizer is empty.
     "qwen3_moe": (EXPERTS, {"family": "qwen3_moe", "mlp_only_layers": [0, 1]}),
 }

@@ -121,5 +121,12 @@ def _of_run(step: Path, role: str) -> Place:
         raise CheckpointError(
             f"{step} has no model {role!r}; it has {', '.join(have)}: choose with --role"
         )
+    if state.get("base_weights", {}).get(role):
+        raise CheckpointError(
+            f"{step} has the {role}'s adapters alone ({role}.lora.rank "
+            f"{state['config'][f'{role}.lora.rank']}), not the weights below them; the run writes "
+            "the merged model to actor_hf/ and the adapters to actor_peft/ when it ends: start it "
+            "again with trainer.total_steps at the step that it has reached"
+        )
     kind: Format = "fsdp_dtensor" if state.get("format") == "fsdp_dtensor" else "torch_dist"
     return Place(format=kind, folder=folder, iteration=state.get("step"), role=role)
