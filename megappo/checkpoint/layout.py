@@ -151,8 +151,9 @@ def prune(folder: Path, policy: KeepPolicy) -> None:
         _point(folder / BEST, best.name)
     for path in paths:
         if path not in kept:
-            shutil.rmtree(path)
-    for pattern in ("*.saving", "*.replaced"):
+            # Under another name at once: a folder that is half removed must not count as complete.
+            path.rename(path.with_name(path.name + ".removed"))
+    for pattern in ("*.saving", "*.replaced", "*.removed"):
         for leftover in folder.glob(pattern):
             shutil.rmtree(leftover)
 

@@ -50,12 +50,15 @@ class WatchedRun:
         self.temporary = run_dir.with_suffix(".tmp")
         self.temporary.mkdir(parents=True, exist_ok=True)
         self._shared_memory: set[Path] = set()
+        self._num_ranks = layout.ranks
+        self._rank_pids: list[int] = []
         self._ended = threading.Event()
         environment = os.environ | {
             MARKER: str(run_dir),
             "TMPDIR": str(self.temporary),
             "OMP_NUM_THREADS": "1",
         }
+        self._started = time.time()
         with self.screen_file.open("w") as screen:
             self.launcher = subprocess.Popen(
                 [
@@ -82,17 +85,25 @@ class WatchedRun:
         return self.launcher.poll() is None
 
     def status(self) -> tuple[int, str]:
-        """Step and phase that the run is in; (0, "start") before the first."""
+        """Step and phase that the run is in; (0, "start") before the first of this start."""
         path = self.run_dir / "status.json"
         if not path.exists():
             return 0, "start"
         found = json.loads(path.read_text())
+        if found["since"] < self._started:
+            return 0, "start"
         return found["step"], found["phase"]
 
     def ranks(self) -> list[psutil.Process]:
         """The ranks' processes, in order of their start."""
         children = psutil.Process(self.launcher.pid).children()
         return sorted((c for c in children if _runs_trainer(c)), key=lambda c: c.pid)
+
+    def rank_pids(self) -> list[int]:
+        """Of the ranks that have been started, rank 0 first; kept once they are all there."""
+        if len(self._rank_pids) < self._num_ranks and self.runs:
+            self._rank_pids = [rank.pid for rank in self.ranks()]
+        return list(self._rank_pids)
 
     def engines(self) -> list[list[psutil.Process]]:
         """The processes of each engine that is up or starts."""
@@ -184,27 +195,39 @@ def timings(run_dir: Path) -> Mapping[str, float]:
 
 
 def contents(run_dir: Path) -> dict[str, str]:
-    """Digests of what a finished run leaves: model, samples, last checkpoint.
-
-    Without the checkpoint's `.metadata`, which holds times.
-    """
+    """Digests of what a finished run leaves: model, samples, last checkpoint."""
     latest = (run_dir / "checkpoints" / "latest").read_text().strip()
-    folders = ("actor_hf", "rollouts", f"checkpoints/{latest}")
-    files = [p for folder in folders for p in (run_dir / folder).rglob("*") if p.is_file()]
     return {
-        str(p.relative_to(run_dir)): hashlib.sha256(_content(p)).hexdigest()
-        for p in files
-        if p.name != ".metadata"
+        f"{folder}/{name}": digest
+        for folder in ("actor_hf", "rollouts", f"checkpoints/{latest}")
+        for name, digest in digests(run_dir / folder).items()
+    }
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Digest of what each file below a folder says."""
+    return {
+        str(p.relative_to(folder)): hashlib.sha256(_content(p)).hexdigest()
+        for p in folder.rglob("*")
+        if p.is_file()
     }
 
 
 def _content(path: Path) -> bytes:
     """A file's bytes; of Megatron's common state, which is numbers and words, what they say.
 
-    Pickle writes an object that occurs twice once, and a resumed run has read some twice.
+    Pickle writes an object that occurs twice once, and a resumed run has read some twice. The
+    config in the small state names the run's own folder. A checkpoint's `.metadata` holds times:
+    it only has to be there.
     """
+    if path.name == ".metadata":
+        return b""
     if path.name == "common.pt":
         return repr(torch.load(path, weights_only=True)).encode()
+    if path.name == "state.json" and "step_" in path.parent.name:
+        state = json.loads(path.read_text())
+        del state["config"]["trainer.run_dir"]
+        return json.dumps(state).encode()
     return path.read_bytes()
 
 
