@@ -149,10 +149,15 @@ def prune(folder: Path, policy: KeepPolicy) -> None:
     if best is not None:
         kept.add(best)
         _point(folder / BEST, best.name)
+    _remove_leftovers(folder)
     for path in paths:
         if path not in kept:
             # Under another name at once: a folder that is half removed must not count as complete.
             path.rename(path.with_name(path.name + ".removed"))
+    _remove_leftovers(folder)
+
+
+def _remove_leftovers(folder: Path) -> None:
     for pattern in ("*.saving", "*.replaced", "*.removed"):
         for leftover in folder.glob(pattern):
             shutil.rmtree(leftover)

@@ -55,6 +55,26 @@ def test_pruning_keeps_the_newest_and_clears_cut_off_saves(tmp_path):
     assert layout.latest(tmp_path) == tmp_path / "step_000015"
 
 
+def test_a_removal_that_was_cut_off_leaves_nothing_that_counts_as_a_checkpoint(
+    tmp_path, monkeypatch
+):
+    for step in (5, 10):
+        write(tmp_path, step)
+
+    def cut_off(path):
+        (path / "actor").rmdir()
+        raise OSError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(layout.shutil, "rmtree", cut_off)
+        with pytest.raises(OSError, match="killed"):
+            layout.prune(tmp_path, layout.KeepPolicy(newest=1))
+    assert layout.complete_steps(tmp_path) == [10]
+    write(tmp_path, 5)  # after a return to an earlier step
+    layout.prune(tmp_path, layout.KeepPolicy(newest=1))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000005"]
+
+
 def test_every_kth_and_the_best_are_kept_beside_the_newest(tmp_path):
     policy = layout.KeepPolicy(newest=1, every=4, best=True)
     for step, score in ((2, 0.25), (3, 0.5), (4, None), (5, 0.5), (6, 0.375), (7, None)):
