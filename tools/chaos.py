@@ -111,8 +111,18 @@ class Run:
 class Harness:
     """One layout: its undisturbed run, and those that are killed."""
 
-    def __init__(self, name: str, *, work: Path, steps: int, rng: random.Random, log: Log) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        work: Path,
+        steps: int,
+        rng: random.Random,
+        log: Log,
+        niceness: int = 0,
+    ) -> None:
         self.name = name
+        self._niceness = niceness
         self._folder = work / name
         self._steps, self._rng, self._log = steps, rng, log
         self._config = self._folder / "run.yaml"
@@ -198,8 +208,10 @@ class Harness:
             if len(run.rank_pids()) == LAYOUTS[self.name].ranks:
                 break
             time.sleep(0.1)
-        skip = 0 if moment.once or newest >= self._steps - 1 else self._rng.randint(0, 1)
-        why = wait_for(moment, run, self._rng, self._lengths, skip=skip, limit_s=STALL_LIMIT_S)
+        skips = not moment.once and newest < self._steps - 1 and self._rng.random() < 0.3
+        why = wait_for(
+            moment, run, self._rng, self._lengths, skip=int(skips), limit_s=STALL_LIMIT_S
+        )
         if why == "hangs":
             life.problems.append(f"hang before {blow}: {run.status()}: {run.screen[-1000:]}")
         if why:
@@ -270,6 +282,7 @@ class Harness:
             run_dir,
             LAYOUTS[self.name],
             (*_COMMON, f"trainer.total_steps={self._steps}"),
+            niceness=self._niceness,
         )
 
 
@@ -353,6 +366,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--kills-a-run", type=int, default=10, help="then it may finish")
     parser.add_argument("--steps", type=int, default=6, help="of each run")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--nice", type=int, default=0, help="niceness of the runs")
     parser.add_argument("--log", type=Path, help="JSON lines are added to this file")
     parser.add_argument("--table", type=Path, nargs="+", help="only print the table of these logs")
     args = parser.parse_args(arguments)
@@ -366,7 +380,9 @@ def main(arguments: Sequence[str]) -> int:
     share, rest = divmod(args.kills, len(args.layouts))
     for i, name in enumerate(args.layouts):
         rng = random.Random(f"{args.seed} {name}")
-        harness = Harness(name, work=args.work, steps=args.steps, rng=rng, log=log)
+        harness = Harness(
+            name, work=args.work, steps=args.steps, rng=rng, log=log, niceness=args.nice
+        )
         deck = deck_of(name, share + (i < rest), rng)
         for number in itertools.count():
             log.add("run", harness.live(number, deck, max_kills=args.kills_a_run))

@@ -42,7 +42,13 @@ class WatchedRun:
     """One run, started as a user starts it."""
 
     def __init__(
-        self, config: Path, run_dir: Path, layout: Layout, overrides: Sequence[str] = ()
+        self,
+        config: Path,
+        run_dir: Path,
+        layout: Layout,
+        overrides: Sequence[str] = (),
+        *,
+        niceness: int = 0,
     ) -> None:
         """Starts it; screen and temporary files are `<run_dir>.screen` and `<run_dir>.tmp`."""
         self.run_dir = run_dir
@@ -62,6 +68,7 @@ class WatchedRun:
         with self.screen_file.open("w") as screen:
             self.launcher = subprocess.Popen(
                 [
+                    *("nice", "-n", str(niceness)),
                     *(sys.executable, "-m", "megappo.launch"),
                     *("--nproc-per-node", str(layout.ranks), str(config)),
                     *(f"trainer.run_dir={run_dir}", *layout.overrides, *overrides),
@@ -141,10 +148,11 @@ class WatchedRun:
         while not self._ended.wait(1.0):
             for process in self.survivors():
                 try:
-                    paths = [Path(m.path) for m in process.memory_maps()]
-                except psutil.NoSuchProcess:
+                    maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+                except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
                     continue
-                self._shared_memory.update(p for p in paths if p.is_relative_to("/dev/shm"))
+                paths = [line.split(maxsplit=5)[-1] for line in maps if " /dev/shm/" in line]
+                self._shared_memory.update(Path(path) for path in paths)
 
     def leftovers(self) -> list[str]:
         """Folders of engines that were not removed, and their files in shared memory."""
