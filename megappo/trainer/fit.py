@@ -345,6 +345,7 @@ class Run:
         saver, seed = self.saver, self.config.trainer.seed
         state = saver.store.load(checkpoint, saver.models, seed=seed)
         self.load_small_state(state)
+        saver.note_score(self.trainer.step_number, state.get("val_score"))
         return state
 
     def rewind(self, step: int) -> None:

@@ -48,6 +48,8 @@ class Saver:
     _failures: int = field(default=0, init=False)
     _is_overdue: bool = field(default=False, init=False)
     _blocked_s: float = field(default=0.0, init=False)
+    _scores: dict[int, float] = field(default_factory=dict, init=False)
+    """of validations by step, for states that are saved anew after the run went back to them"""
 
     def publish(self) -> None:
         """Publishes a save that all ranks have written, so that it counts from then on.
@@ -69,11 +71,20 @@ class Saver:
             SaveError: it failed, and `checkpoint.on_failure` is stop.
             GuardStop: weights or moments are not finite.
         """
+        self.note_score(step, val_score)
         with self._timed():
             self._poll(wait=False)
             if self._is_overdue or (self.save_freq > 0 and step % self.save_freq == 0):
                 self._poll(wait=True)
-                self._begin(step, val_score)
+                self._begin(step)
+
+    def note_score(self, step: int, val_score: float | None) -> None:
+        """What the validation after a step gave, if there was one; the step's checkpoint keeps it.
+
+        A saved step that is resumed from, or gone back to, is not validated again.
+        """
+        if val_score is not None:
+            self._scores[step] = val_score
 
     def save_now(self, step: int, *, val_score: float | None = None) -> None:
         """The state as it is, written when this returns; nothing to do if it is saved already.
@@ -82,11 +93,12 @@ class Saver:
             SaveError: twice, or once where `checkpoint.on_failure` is stop.
             GuardStop: weights or moments are not finite.
         """
+        self.note_score(step, val_score)
         with self._timed():
             self._poll(wait=True)
             for _ in range(2):
                 if self.saved_step != step:
-                    self._begin(step, val_score)
+                    self._begin(step)
                     self._poll(wait=True)
         if self.saved_step != step:
             raise SaveError(f"the state of step {step} is not saved; {self._last_in_words()}")
@@ -103,17 +115,19 @@ class Saver:
         """
         if self.saved_step is not None and self.saved_step >= step:
             self.saved_step = None
+        self._scores = {at: score for at, score in self._scores.items() if at <= step}
 
     def take_metrics(self) -> dict[str, float]:
         """Seconds for which saves held up training since the last call, and failures so far."""
         blocked, self._blocked_s = self._blocked_s, 0.0
         return {"timing_s/save": blocked, "training/failed_saves": float(self._failures)}
 
-    def _begin(self, step: int, val_score: float | None) -> None:
+    def _begin(self, step: int) -> None:
         self._require_finite(step)
         in_line = not self.settings.async_save or self._memory_is_short(step)
         try:
-            self.store.begin(step, self.models, {**self.state(), "val_score": val_score})
+            state = {**self.state(), "val_score": self._scores.get(step)}
+            self.store.begin(step, self.models, state)
         except SaveError as error:
             self._note_failure(step, error)
             return

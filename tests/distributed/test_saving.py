@@ -42,6 +42,12 @@ def test_the_newest_the_best_and_every_kth_are_kept(ranks):
         assert found["metrics"]["training/failed_saves"] == 0
 
 
+def test_a_step_that_is_saved_again_after_a_roll_back_keeps_its_validation_score(ranks):
+    for rank in ranks[1]:
+        assert rank["policies"]["scores_again"] == [0.5, None]  # later steps' scores are forgotten
+        assert rank["policies"]["best_again"] == "step_000002\n"
+
+
 def test_a_save_that_fails_on_one_rank_is_told_on_all_and_tried_again(ranks):
     for rank in ranks[1]:
         found = rank["full_disk"]

@@ -108,7 +108,7 @@ def policies(scene: Scene) -> dict[str, Any]:
     under_way = saver.store.saving_step
     saver.save_now(6)
     folder = scene.out / "policies"
-    return {
+    found = {
         "under_way": under_way,
         "steps": layout.complete_steps(folder),
         "best": (folder / "best").read_text(),
@@ -116,6 +116,15 @@ def policies(scene: Scene) -> dict[str, Any]:
         "metrics": saver.take_metrics(),
         **scene.take(),
     }
+    saver.rewind(2)  # a guard took the run back; its step is saved again, without a validation
+    saver.save_now(2)
+    saver.save_now(3)
+    found["scores_again"] = [
+        layout.read_state(folder / f"step_00000{i}")["val_score"] for i in (2, 3)
+    ]
+    found["best_again"] = (folder / "best").read_text()
+    scene.take()
+    return found
 
 
 def full_disk(scene: Scene) -> dict[str, Any]:
