@@ -22,16 +22,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import random
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -39,6 +36,7 @@ sys.path.insert(0, str(ROOT))
 from megappo.checkpoint import layout as checkpoints  # noqa: E402
 from tests.tiny_run import make_run  # noqa: E402
 from tools.kills.checks import Undisturbed, problems_after_kill, problems_at_end  # noqa: E402
+from tools.kills.kill_log import VICTIMS, Kill, Log, Run, read, table  # noqa: E402
 from tools.kills.moments import MOMENTS, wait_for, was_hit  # noqa: E402
 from tools.kills.runs import Layout, WatchedRun, timings  # noqa: E402
 
@@ -62,7 +60,6 @@ LAYOUTS = {
     "sglang": Layout(ranks=2, overrides=("rollout.max_restarts=1000",)),
 }  # fmt: skip
 """All on two ranks. `tp2` saves in line, the others asynchronously."""
-VICTIMS = ("rank", "launcher", "all", "engine")
 ENGINE_MOMENTS = ("generate", "update_actor", "sync", "validate", "save")
 GONE_LIMIT_S = 60.0
 """For every process of a run to end after the kill."""
@@ -71,41 +68,6 @@ STALL_LIMIT_S = 300.0
 
 Blow = tuple[str, str]
 """Victim and moment."""
-
-
-@dataclass(kw_only=True)
-class Kill:
-    """One line of the log."""
-
-    layout: str
-    run: str
-    victim: str
-    moment: str
-    step: int
-    """worked on when it came"""
-    phase: str
-    """that `status.json` told right after it"""
-    hit: bool = False
-    """whether what is left of the run shows that it came in its moment"""
-    exit_code: int | None = None
-    """of the launcher; None after the kill of an engine, which the run outlives"""
-    gone_s: float = 0.0
-    """to the end of the last process"""
-    problems: list[str] = field(default_factory=list)
-
-
-@dataclass(kw_only=True)
-class Run:
-    """A line of the log: one run from its first start to its end."""
-
-    layout: str
-    run: str
-    starts: int = 0
-    kills: int = 0
-    seconds: float = 0.0
-    temporary: list[str] = field(default_factory=list)
-    """what killed processes have left in the temporary folder and in shared memory"""
-    problems: list[str] = field(default_factory=list)
 
 
 class Harness:
@@ -293,66 +255,26 @@ def _kill(pid: int) -> None:
         return
 
 
-class Log:
-    """JSON lines, one a kill and one a run, so that half a session counts too."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self.lines: list[dict[str, Any]] = []
-
-    def add(self, kind: str, line: Kill | Run) -> None:
-        """Keeps a line, appends it to the file and shows it."""
-        found = {"kind": kind, **asdict(line)}
-        self.lines.append(found)
-        print(json.dumps(found), flush=True)
-        if self._path is not None:
-            with self._path.open("a") as file:
-                file.write(json.dumps(found) + "\n")
-
-
-def deck_of(name: str, count: int, rng: random.Random) -> list[Blow]:
+def deck_of(
+    name: str,
+    count: int,
+    rng: random.Random,
+    *,
+    victims: Sequence[str] = VICTIMS,
+    moments: Sequence[str] = tuple(MOMENTS),
+) -> list[Blow]:
     """So many kills of a layout, every pair of victim and moment about equally often, shuffled."""
     has_engines = "rollout.engine=megatron" not in LAYOUTS[name].overrides
-    pairs: list[Blow] = [(v, m) for v in VICTIMS if v != "engine" for m in MOMENTS]
-    if has_engines:
-        pairs += [("engine", moment) for moment in ENGINE_MOMENTS * 2]
+    pairs: list[Blow] = [(v, m) for v in victims if v != "engine" for m in moments]
+    if has_engines and "engine" in victims:
+        pairs += [("engine", moment) for moment in ENGINE_MOMENTS * 2 if moment in moments]
+    if not pairs:
+        raise SystemExit(f"layout {name} has no engine process to kill in {', '.join(moments)}")
     deck: list[Blow] = []
     while len(deck) < count:
         rng.shuffle(pairs)
         deck += pairs[: count - len(deck)]
     return deck
-
-
-def table(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Kills by victim and moment in Markdown: `hits / kills`; then what the runs came to."""
-    kills = [line for line in lines if line["kind"] == "kill"]
-    runs = [line for line in lines if line["kind"] == "run"]
-    rows = ["| moment | " + " | ".join(VICTIMS) + " |", "|---|" + "---|" * len(VICTIMS)]
-    for moment in MOMENTS:
-        cells = []
-        for victim in VICTIMS:
-            found = [k for k in kills if (k["victim"], k["moment"]) == (victim, moment)]
-            cells.append(f"{sum(k['hit'] for k in found)} / {len(found)}" if found else "")
-        rows.append(f"| {moment} | " + " | ".join(cells) + " |")
-    rows += ["", "| layout | runs | starts | kills | in their moment | slowest end | equal |"]
-    rows.append("|---|---|---|---|---|---|---|")
-    for name in LAYOUTS:
-        of_layout = [k for k in kills if k["layout"] == name]
-        lives = [r for r in runs if r["layout"] == name]
-        if not of_layout and not lives:
-            continue
-        problems = [p for line in (*of_layout, *lives) for p in line["problems"]]
-        rows.append(
-            f"| {name} | {len(lives)} | {sum(r['starts'] for r in lives)} | {len(of_layout)} "
-            f"| {sum(k['hit'] for k in of_layout)} "
-            f"| {max((k['gone_s'] for k in of_layout), default=0.0):.0f} s "
-            f"| {'NO: ' + '; '.join(problems)[:300] if problems else 'yes'} |"
-        )
-    return "\n".join(rows)
-
-
-def _read(paths: Sequence[Path]) -> Iterator[dict[str, Any]]:
-    return itertools.chain(*([json.loads(x) for x in p.read_text().splitlines()] for p in paths))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -364,6 +286,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--kills", type=int, default=100, help="over all layouts")
     parser.add_argument("--kills-a-run", type=int, default=10, help="then it may finish")
+    parser.add_argument("--victims", nargs="+", choices=VICTIMS, default=VICTIMS)
+    parser.add_argument("--moments", nargs="+", choices=MOMENTS, default=tuple(MOMENTS))
     parser.add_argument("--steps", type=int, default=6, help="of each run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--nice", type=int, default=0, help="niceness of the runs")
@@ -371,7 +295,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--table", type=Path, nargs="+", help="only print the table of these logs")
     args = parser.parse_args(arguments)
     if args.table:
-        print(table(list(_read(args.table))))
+        print(table(read(args.table)))
         return 0
     if args.work is None:
         parser.error("--work DIR is needed: a new folder for models and runs")
@@ -383,7 +307,8 @@ def main(arguments: Sequence[str]) -> int:
         harness = Harness(
             name, work=args.work, steps=args.steps, rng=rng, log=log, niceness=args.nice
         )
-        deck = deck_of(name, share + (i < rest), rng)
+        count = share + (i < rest)
+        deck = deck_of(name, count, rng, victims=args.victims, moments=args.moments)
         for number in itertools.count():
             log.add("run", harness.live(number, deck, max_kills=args.kills_a_run))
             if not deck:

@@ -10,6 +10,7 @@ import os
 import re
 import select
 import struct
+import time
 from pathlib import Path
 from types import TracebackType
 
@@ -29,9 +30,18 @@ class FolderEvents:
         if watch < 0:
             raise OSError(ctypes.get_errno(), f"inotify cannot watch {folder}")
 
-    def wait(self, kind: int, name: re.Pattern[str], timeout_s: float) -> str | None:
-        """The first name that fits and that the event is of; None if the time is over before."""
-        while select.select([self._descriptor], [], [], timeout_s)[0]:
+    def wait(
+        self, kind: int, name: re.Pattern[str], timeout_s: float, *, spins: bool = False
+    ) -> str | None:
+        """The first name that fits and that the event is of; None if the time is over before.
+
+        Args:
+            kind: of the event, such as `IN_CREATE`.
+            name: pattern of the whole name.
+            timeout_s: to wait for the next event.
+            spins: look all the time instead of sleeping.
+        """
+        while self._has_news(timeout_s, spins=spins):
             data = os.read(self._descriptor, 65536)
             while data:
                 _, mask, _, length = _HEAD.unpack_from(data)
@@ -40,6 +50,13 @@ class FolderEvents:
                 if mask & kind and name.fullmatch(found):
                     return found
         return None
+
+    def _has_news(self, timeout_s: float, *, spins: bool) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while spins and time.monotonic() < deadline:
+            if select.select([self._descriptor], [], [], 0)[0]:
+                return True
+        return bool(select.select([self._descriptor], [], [], 0 if spins else timeout_s)[0])
 
     def __enter__(self) -> FolderEvents:
         return self

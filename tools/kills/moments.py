@@ -47,8 +47,8 @@ MOMENTS = {
     "save": Moment(phases=("save",), length_s=0.1),
     "export": Moment(phases=("export",), length_s=0.05, once=True),
     "writing": Moment(event=(IN_CREATE, r"step_\d+\.saving"), length_s=0.15),
-    "renamed": Moment(event=(IN_MOVED_TO, r"step_\d+"), length_s=0.001),
-    "removing": Moment(event=(IN_MOVED_TO, r"step_\d+\.removed"), length_s=0.0005),
+    "renamed": Moment(event=(IN_MOVED_TO, r"step_\d+")),
+    "removing": Moment(event=(IN_MOVED_TO, r"step_\d+\.removed")),
 }
 """`writing`: files of a checkpoint are written, while training goes on or waits; `renamed`: it has
 its name, and `latest` does not name it yet; `removing`: an old one is being deleted."""
@@ -83,7 +83,8 @@ def wait_for(
         why = _wait_for_event(moment.event, run, skip=skip, deadline=deadline)
     if not why:
         found = [lengths[name] for name in moment.phases if name in lengths]
-        time.sleep(rng.uniform(0.0, 0.9 * (sum(found) or moment.length_s)))
+        if length_s := sum(found) or moment.length_s:
+            time.sleep(rng.uniform(0.0, 0.9 * length_s))
     return why
 
 
@@ -126,11 +127,15 @@ def _wait_for_event(event: tuple[int, str], run: WatchedRun, *, skip: int, deadl
         if not run.runs:
             return "ended"
         time.sleep(POLL_S)
+    kind, pattern = event[0], re.compile(event[1])
+    is_saving = kind == IN_CREATE
     with FolderEvents(folder) as events:
         while time.monotonic() < deadline:
             if not run.runs:
                 return "ended"
-            if events.wait(event[0], re.compile(event[1]), 0.2):
+            # A sleeping process wakes too late for what lasts a tenth of a millisecond.
+            spins = not is_saving and any(folder.glob("*.saving"))
+            if events.wait(kind, pattern, 0.2, spins=spins):
                 if not skip:
                     return ""
                 skip -= 1
