@@ -31,6 +31,10 @@ class RanksDifferError(RuntimeError):
     """Ranks that hold the same weights by design do not. On all ranks alike."""
 
 
+class NodesMissingError(RuntimeError):
+    """Nodes of the run did not come, or cannot reach each other. On all nodes that came alike."""
+
+
 class SaveError(RuntimeError):
     """A checkpoint could not be written; those before it are as they were. On all ranks alike."""
 

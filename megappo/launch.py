@@ -34,21 +34,40 @@ SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 def main(arguments: Sequence[str]) -> int:
     """Starts the ranks and returns the run's exit code."""
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import get_args_parser, run
-
     before, after = _split(arguments)
     if not after:
         sys.stderr.write(USAGE + "\n")
         return EXIT_USAGE
+    return start_ranks(before, after)
+
+
+def start_ranks(options: Sequence[str], arguments: Sequence[str]) -> int:
+    """Runs this node's ranks to their end and returns the run's exit code.
+
+    Args:
+        options: torchrun's.
+        arguments: the run's own, the config first.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+    from torch.distributed.run import get_args_parser, run
+
     patience = ["--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S), "--signals-to-handle", SIGNALS]
-    args = get_args_parser().parse_args([*patience, *before, "-m", "megappo.train", *after])
+    args = get_args_parser().parse_args([*patience, *options, "-m", "megappo.train", *arguments])
     try:
         run(args)
     except SignalException:
         # The ranks had the signal too: each has saved, or was killed and can go on from before.
         return EXIT_RESUMABLE
+    except RendezvousError as error:
+        # Of several nodes, at the start or when ranks are to be started again.
+        sys.stderr.write(
+            "failed: the nodes do not come together (again): another one has ended, or cannot be "
+            f"reached ({type(error).__name__}: {error}); look at its output, and start the same "
+            "command on all nodes to go on from the last checkpoint\n"
+        )
+        return EXIT_FAILED
     except ChildFailedError as error:
         first = error.get_first_failure()[1]
         for rank, failure in error.failures.items():

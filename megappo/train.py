@@ -20,6 +20,7 @@ from megappo.errors import (
     EXIT_RESUMABLE,
     EXIT_USAGE,
     GuardStop,
+    NodesMissingError,
     RanksDifferError,
     SaveError,
     StopRequested,
@@ -48,6 +49,9 @@ def main(arguments: Sequence[str]) -> int:
     except StopRequested as stop:
         session.report(f"{stop}; start the same command to go on")
         return EXIT_RESUMABLE
+    except NodesMissingError as error:  # not known to the rank that others miss
+        session.report_on_node(f"failed: {error}")
+        return EXIT_FAILED
     except (RanksDifferError, SaveError) as error:  # on all ranks alike: told once
         session.report(f"failed: {error}")
         return EXIT_FAILED

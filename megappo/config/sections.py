@@ -269,6 +269,7 @@ class TrainerSection:
         1800.0,
         "a collective that takes longer has failed; in one, ranks wait for the slowest generation",
     )
+    node_wait_s: float = opt(60.0, "how long the nodes of a run wait for each other at its start")
     max_wall_time_s: float = opt(
         0.0,
         "seconds after the start at which the run saves and exits with 75, as on a signal; leave "
@@ -287,7 +288,11 @@ class TrainerSection:
             critic_warmup=self.critic_warmup,
             max_wall_time_s=self.max_wall_time_s,
         )
-        p.positive(total_epochs=self.total_epochs, distributed_timeout_s=self.distributed_timeout_s)
+        p.positive(
+            total_epochs=self.total_epochs,
+            distributed_timeout_s=self.distributed_timeout_s,
+            node_wait_s=self.node_wait_s,
+        )
         p.require(
             self.rollouts_per_step >= -1, "rollouts_per_step", self.rollouts_per_step, "-1 or more"
         )

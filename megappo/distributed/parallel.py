@@ -8,12 +8,9 @@ have a time limit of their own.
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import importlib.util
 import os
-import signal
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,69 +22,8 @@ from torch import Tensor
 
 from megappo.config.layout import ParallelSection
 from megappo.distributed import cpu_backend
+from megappo.distributed.environment import LaunchEnvironment
 from megappo.errors import UserError
-
-_PR_SET_PDEATHSIG = 1
-"""Linux's prctl option: the signal that this process gets when its parent ends."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaunchEnvironment:
-    """What torchrun told this process; one process alone is a world of its own."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    """ranks of this node"""
-    address: str = "localhost"
-    """of rank 0's machine"""
-    restarts: int = 0
-    """how often torchrun or Slurm has started this run anew"""
-
-    @classmethod
-    def read(cls) -> LaunchEnvironment:
-        """Reads torchrun's variables, the only place that does.
-
-        Raises:
-            UserError: only some of them are set, or not numbers.
-        """
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-        found = {n: os.environ[n] for n in names if n in os.environ}
-        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        restarts += int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-        if not found:
-            return cls(rank=0, world_size=1, local_rank=0, local_world_size=1, restarts=restarts)
-        if len(found) < len(names) or not all(v.isdigit() for v in found.values()):
-            raise UserError(
-                f"the environment has {found}, but {', '.join(names)} must all be set to numbers: "
-                "start with torchrun, or unset them"
-            )
-        return cls(
-            rank=int(found["RANK"]),
-            world_size=int(found["WORLD_SIZE"]),
-            local_rank=int(found["LOCAL_RANK"]),
-            # torchrun sets it; without it all ranks count as one node's.
-            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", found["WORLD_SIZE"])),
-            address=os.environ.get("MASTER_ADDR", "localhost"),
-            restarts=restarts,
-        )
-
-
-def die_with_launcher() -> None:
-    """Asks the kernel to kill this process when torchrun, its parent, is gone. Linux only.
-
-    torchrun's ranks have sessions of their own: after a SIGKILL of the launcher alone they would
-    train on, unseen, and write into the folder that the restarted run uses.
-    """
-    if "TORCHELASTIC_RUN_ID" not in os.environ or not sys.platform.startswith("linux"):
-        return
-    launcher = os.getppid()
-    result = ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if result != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != launcher:  # it died between the two calls
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def resolve_device(requested: str) -> str:
@@ -227,6 +163,7 @@ def start(
     device: str,
     seed: int,
     timeout_s: float,
+    store: dist.Store | None = None,
 ) -> ParallelContext:
     """Joins the process group and builds all groups. Collective over the world.
 
@@ -236,10 +173,11 @@ def start(
         device: `cpu` (gloo) or `cuda` (NCCL; the device of this local rank).
         seed: of Megatron's random streams.
         timeout_s: limit of one collective, seconds.
+        store: where ranks of several nodes have met already (`node_agreement`).
     """
     cpu_backend.install(device)
     timeout = datetime.timedelta(seconds=timeout_s)
-    _join(launch, device, timeout)
+    _join(launch, device, timeout, store)
     place = torch.device("cuda", launch.local_rank) if device == "cuda" else torch.device("cpu")
 
     from megatron.core import parallel_state, tensor_parallel
@@ -281,7 +219,9 @@ def start(
     )
 
 
-def _join(launch: LaunchEnvironment, device: str, timeout: datetime.timedelta) -> None:
+def _join(
+    launch: LaunchEnvironment, device: str, timeout: datetime.timedelta, store: dist.Store | None
+) -> None:
     backend = "nccl" if device == "cuda" else "gloo"
     if device == "cuda":
         torch.cuda.set_device(launch.local_rank)
@@ -290,13 +230,15 @@ def _join(launch: LaunchEnvironment, device: str, timeout: datetime.timedelta) -
             backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
         )
         return
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-    store.set_timeout(timeout)
-    if launch.local_world_size == launch.world_size:
+    if store is None:
+        found, _, _ = next(dist.rendezvous("env://", timeout=timeout))
         # On one node torchrun's default rendezvous gives a restarted run the store of the run that
         # failed, with the addresses of ranks that are gone.
-        store = dist.PrefixStore(f"attempt{launch.restarts}", store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        store = dist.PrefixStore(f"attempt{launch.restarts}", found)
+    store.set_timeout(timeout)
+    dist.init_process_group(
+        backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
+    )
 
 
 def replicas(*, tp: int, cp: int, dp: int, pp: int) -> list[list[int]]:

@@ -6,17 +6,27 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 import megappo
 from megappo.checkpoint import layout as checkpoint_layout
+from megappo.checkpoint.compare import flatten
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config import Config, ConfigError, dump, load
 from megappo.config.checks import check_device_features
 from megappo.distributed import parallel
-from megappo.distributed.parallel import Degrees, LaunchEnvironment, ParallelContext
+from megappo.distributed.environment import (
+    LaunchEnvironment,
+    check_slurm_nodes,
+    die_with_launcher,
+)
+from megappo.distributed.node_agreement import NodeAgreement
+from megappo.distributed.node_facts import gather_facts
+from megappo.distributed.node_network import choose_gloo_interface
+from megappo.distributed.parallel import Degrees, ParallelContext
 from megappo.distributed.watchdog import HangReport, Watchdog
 from megappo.errors import GuardStop, StopRequested, UserError
 from megappo.loggers import LOGGERS, Logger, LoggerSettings
@@ -57,28 +67,18 @@ class Session:
             GuardStop, StopRequested: see `Run.fit`.
         """
         launch = self._launch = LaunchEnvironment.read()
-        parallel.die_with_launcher()
+        die_with_launcher()
         config = load(config_path, overrides)
-        device = parallel.resolve_device(config.device)
-        if problems := check_device_features(config, device):
-            raise ConfigError("\n".join(problems))
-        parallel.check_device(device, launch)
-        found = preflight(
-            config,
-            launch.world_size,
-            local_world_size=launch.local_world_size,
-            read_all_rows=launch.rank == 0,
-        )
-        self._say_plan(config, found, device)
-        exported = not config.checkpoint.export_hf or export_folder(config).exists()
-        if found.resumed_step >= found.total_steps and exported:
-            self._say(
-                f"nothing to do: {found.checkpoint} has finished {found.end_in_words}; raise "
-                f"trainer.{'total_steps' if config.trainer.total_steps else 'total_epochs'} to "
-                "go on"
-            )
+        check_slurm_nodes(launch.num_nodes, launch.slurm_nodes)
+        agreement = self._meet_nodes(config, launch) if launch.num_nodes > 1 else None
+        with self._all_nodes_or_none(agreement, config):
+            device, found = self._check(config, launch)
+            self._say_plan(config, found, device)
+            finished = self._is_finished(config, found)
+            if not finished:
+                self._check_servers(config, found, device)
+        if finished:
             return
-        self._check_servers(config, found, device)
         run_dir = Path(config.trainer.run_dir)
         self._log_file = run_dir / "logs" / f"rank_{launch.rank:05d}.log"
         self._screen = redirect_to(self._log_file)
@@ -88,6 +88,7 @@ class Session:
             device=device,
             seed=config.trainer.seed,
             timeout_s=config.trainer.distributed_timeout_s,
+            store=None if agreement is None else agreement.store,
         )
         # Not earlier: a rank that waits for another to join must die of the launcher's signal.
         self._signals.catch()
@@ -107,10 +108,64 @@ class Session:
         self._watchdog.leave()
         parallel.stop(context)
 
+    def _meet_nodes(self, config: Config, launch: LaunchEnvironment) -> NodeAgreement:
+        """Finds the other nodes and compares this one with them. Collective over the world."""
+        interface, address = choose_gloo_interface(launch.address)
+        wait_s = config.trainer.node_wait_s
+        facts = gather_facts(
+            flatten(config),
+            node=launch.node,
+            address=address,
+            num_nodes=launch.num_nodes,
+            local_world_size=launch.local_world_size,
+        )
+        agreement = NodeAgreement.join(launch, host=facts.host, wait_s=wait_s)
+        self._say(f"nodes      {agreement.compare(facts, wait_s=wait_s)}; gloo on {interface}")
+        return agreement
+
+    @staticmethod
+    def _all_nodes_or_none(
+        agreement: NodeAgreement | None, config: Config
+    ) -> AbstractContextManager[None]:
+        if agreement is None:  # ranks of one node all find the same
+            return nullcontext()
+        return agreement.all_or_none(wait_s=config.trainer.distributed_timeout_s)
+
+    @staticmethod
+    def _check(config: Config, launch: LaunchEnvironment) -> tuple[str, Preflight]:
+        """Device and findings of all checks that need no other rank."""
+        device = parallel.resolve_device(config.device)
+        if problems := check_device_features(config, device):
+            raise ConfigError("\n".join(problems))
+        parallel.check_device(device, launch)
+        return device, preflight(
+            config,
+            launch.world_size,
+            local_world_size=launch.local_world_size,
+            read_all_rows=launch.rank == 0,
+        )
+
+    def _is_finished(self, config: Config, found: Preflight) -> bool:
+        """Whether an earlier start has done all there is, which is said."""
+        exported = not config.checkpoint.export_hf or export_folder(config).exists()
+        if found.resumed_step < found.total_steps or not exported:
+            return False
+        self._say(
+            f"nothing to do: {found.checkpoint} has finished {found.end_in_words}; raise "
+            f"trainer.{'total_steps' if config.trainer.total_steps else 'total_epochs'} to go on"
+        )
+        return True
+
     def report(self, text: str) -> None:
         """One message on the user's stderr, from rank 0."""
         if self._launch is None or self._launch.rank == 0:
             self._write(self._screen.err if self._screen else sys.stderr, text)
+
+    def report_on_node(self, text: str) -> None:
+        """One message on each node's stderr, before the ranks have joined."""
+        assert self._launch is not None
+        if self._launch.local_rank == 0:
+            self._write(sys.stderr, text)
 
     def report_user_error(self, error: UserError) -> None:
         """A mistake of the user's.

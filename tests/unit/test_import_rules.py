@@ -22,6 +22,7 @@ LEVEL = {
     "train": 5,
     "cli": 5,
     "launch": 5,
+    "node": 6,
 }
 
 

@@ -21,7 +21,8 @@ from megappo.checkpoint.convert.checkpoint import CheckpointTensors
 from megappo.checkpoint.convert.load_model import load_model
 from megappo.checkpoint.convert.place import Place
 from megappo.distributed import parallel
-from megappo.distributed.parallel import Degrees, LaunchEnvironment
+from megappo.distributed.environment import LaunchEnvironment
+from megappo.distributed.parallel import Degrees
 from megappo.errors import CheckpointError
 from megappo.models import build, packing, weights
 from megappo.models.spec import ModelSpec, load_spec
