@@ -18,6 +18,7 @@ LEVEL = {
     "data": 3,
     "checkpoint": 3,
     "loggers": 3,
+    "planner": 3.5,
     "trainer": 4,
     "train": 5,
     "cli": 5,
