@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megappo.errors import ModelError
@@ -45,7 +45,7 @@ class Rope:
     kind: str
     """`default`, `linear`, `llama3` or `yarn`."""
     theta: float
-    parameters: Mapping[str, float]
+    parameters: Mapping[str, float] = field(hash=False)
     """The numbers of `kind`, by their names in Hugging Face configs."""
     fraction: float = 1.0
     """Share of the dims that is rotated."""

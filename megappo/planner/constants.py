@@ -13,6 +13,50 @@ from dataclasses import dataclass
 GIB = 2**30
 TERA, GIGA = 1e12, 1e9
 
+# Megatron-Core 0.16.1's buffers, and bytes of numbers.
+
+PARAM_ALIGNMENT = 64
+"""Elements: each parameter starts at a multiple in its buffer (param_and_grad_buffer.py:665)."""
+BUFFER_ALIGNMENT = 128
+"""Elements: a buffer is padded to a multiple of lcm(DP, this) (param_and_grad_buffer.py:654)."""
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+GRAD_BYTES = 4
+"""Gradients are accumulated and reduced in float32 (`grad_reduce_in_fp32`)."""
+MOMENT_BYTES = 8
+"""Adam's two moments of a parameter, float32."""
+MAIN_PARAM_BYTES = 4
+"""The float32 copy of a bfloat16 parameter; float32 parameters need none."""
+
+# What cannot be derived: assumed, and not measured on a GPU by this project.
+
+DEVICE_RESERVE_BYTES = 2 * GIB
+"""CUDA context, NCCL's and the matrix libraries' buffers of one process."""
+FRAGMENTATION = 0.05
+"""Share of what the trainer allocates that lies between blocks of the caching allocator."""
+ENGINE_RESERVE_BYTES = 2 * GIB
+"""Of an engine beyond its share: CUDA context, graphs, activations; kept while it sleeps."""
+FP8_COPY_BYTES = 2
+"""Transformer Engine's fp8 copies of a weight, as it is and transposed, one byte each."""
+FSDP_GATHERED_LAYERS = 2
+"""Layers whose weights are whole at a time: the one that runs, and the next."""
+
+FLOPS_EFFICIENCY = 0.6
+"""Share of the peak that matrix products reach. Narayanan et al. 2021, table 1, report 44 to 52 %
+of the peak for whole training steps on A100s, bubbles and communication included."""
+MEMORY_EFFICIENCY = 0.8
+"""Share of the memory bandwidth that a pass over memory reaches."""
+LINK_EFFICIENCY = 0.8
+"""Share of a link's bandwidth that large messages reach."""
+DECODE_LATENCY_S = 20e-6
+"""Launches and small collectives of one layer in one decoding step, with CUDA graphs."""
+GPUS_PER_NODE = 8
+
+# The search.
+
+MAX_TP, MAX_CP = 8, 8
+"""TP stays within a node; CP above this is for longer contexts than `rollout` knows."""
+SEARCHED_VPP = (1, 2)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
