@@ -1,4 +1,4 @@
-"""Packaging: `pip install -e .[cpu]`, `.[gpu]` or `.[dev]`; exact pins stand in requirements/*.txt.
+"""Packaging: `pip install -e .[cpu]`, `.[gpu]`, `.[dev]`, `.[tracking]`; pins: requirements/*.txt.
 
 On a CPU machine SGLang is installed without its dependencies, which would bring a CUDA build of
 torch, so the `cpu` extra alone is not enough: launch/setup_venv.sh does the whole of it.
@@ -26,7 +26,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megappo", "megappo.*"]),
-    extras_require={"cpu": pins("cpu.txt"), "gpu": pins("gpu.txt"), "dev": pins("dev.txt")},
+    extras_require={name: pins(f"{name}.txt") for name in ("cpu", "gpu", "dev", "tracking")},
     entry_points={
         "console_scripts": ["megappo = megappo.cli:main"],
         "sglang.srt.platforms": ["megappo_cpu = megappo.rollout.sglang_platform:activate"],

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from megappo.config.learning import ActorSection, CriticSection
 from megappo.config.sections import Config
 from megappo.config.servers import check_number_of_servers, check_servers
-
-KNOWN_LOGGERS = ("console", "jsonl", "tensorboard")
+from megappo.config.tracking import check_loggers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +82,7 @@ def check_sections(config: Config) -> list[str]:
             f"actor.mini_batch_size is {actor.mini_batch_size}: it must divide "
             f"data.train_batch_size ({data.train_batch_size})"
         )
-    for name in config.loggers:
-        if name not in KNOWN_LOGGERS:
-            problems.append(f"loggers has {name!r}: known: {', '.join(KNOWN_LOGGERS)}")
+    problems += check_loggers(config.loggers)
     if (config.trainer.test_freq or config.trainer.val_before_train) and not data.val_files:
         problems.append(
             "data.val_files is []: name a file, or set trainer.test_freq=0 and "

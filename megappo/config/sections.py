@@ -18,6 +18,7 @@ from megappo.config.learning import (
     CriticSection,
     ReferenceSection,
 )
+from megappo.config.tracking import TrackingSection
 
 A = "actor_rollout_ref.actor."
 R = "actor_rollout_ref.rollout."
@@ -353,8 +354,11 @@ class Config:
     guard: GuardSection = section(GuardSection, "guards")
     watchdog: WatchdogSection = section(WatchdogSection, "hangs")
     loggers: list[str] = opt(
-        ["console", "jsonl", "tensorboard"], "where metrics go", verl="trainer.logger"
+        ["console", "jsonl", "tensorboard"],
+        "where metrics go: console, jsonl, tensorboard, wandb, mlflow",
+        verl="trainer.logger",
     )
+    tracking: TrackingSection = section(TrackingSection, "names in wandb and mlflow")
 
     @property
     def uses_reference(self) -> bool:

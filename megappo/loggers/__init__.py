@@ -6,10 +6,11 @@ Only rank 0 makes loggers. A step's metrics are already reduced over ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
+from megappo.config.tracking import TrackingSection
 from megappo.registry import Registry
 
 
@@ -23,6 +24,15 @@ class LoggerSettings:
     total_steps: int
     terminal: TextIO
     """The user's screen: the process's own stdout goes to a log file."""
+    tracking: TrackingSection = field(default_factory=TrackingSection)
+    """Names for wandb and mlflow."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Every key of the run's config, dotted -> JSON value; trackers show it beside the numbers."""
+
+    @property
+    def run_name(self) -> str:
+        """What trackers call the run."""
+        return self.tracking.experiment_name or self.run_dir.resolve().name
 
 
 class Logger(Protocol):
@@ -63,3 +73,17 @@ def _tensorboard(settings: LoggerSettings) -> Logger:
     from megappo.loggers.tensorboard import TensorBoardLogger
 
     return TensorBoardLogger(settings)
+
+
+@LOGGERS.register("wandb")
+def _wandb(settings: LoggerSettings) -> Logger:
+    from megappo.loggers.wandb import WandbLogger
+
+    return WandbLogger(settings)
+
+
+@LOGGERS.register("mlflow")
+def _mlflow(settings: LoggerSettings) -> Logger:
+    from megappo.loggers.mlflow import MlflowLogger
+
+    return MlflowLogger(settings)

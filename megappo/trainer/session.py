@@ -30,6 +30,7 @@ from megappo.distributed.parallel import Degrees, ParallelContext
 from megappo.distributed.watchdog import HangReport, Watchdog
 from megappo.errors import GuardStop, StopRequested, UserError
 from megappo.loggers import LOGGERS, Logger, LoggerSettings
+from megappo.loggers.contained import ContainedLogger
 from megappo.trainer.fit import Run, checkpoint_state, export_folder
 from megappo.trainer.output import Screen, redirect_to
 from megappo.trainer.ppo_trainer import PPOTrainer
@@ -222,7 +223,7 @@ class Session:
         if context.is_main:
             self._say(f"ready      models and engines up in {time.perf_counter() - started:.0f} s")
             records = Records(run_dir, rollouts_per_step=config.trainer.rollouts_per_step)
-            loggers = self._make_loggers(config, found, run_dir)
+            loggers = self._make_loggers(config, found, run_dir, records)
         run = Run(
             config=config,
             trainer=trainer,
@@ -291,7 +292,9 @@ class Session:
             return f"trainer.max_wall_time_s ({max_wall_time_s:g})"
         return ""
 
-    def _make_loggers(self, config: Config, found: Preflight, run_dir: Path) -> list[Logger]:
+    def _make_loggers(
+        self, config: Config, found: Preflight, run_dir: Path, records: Records
+    ) -> list[Logger]:
         assert self._screen is not None
         first = found.resumed_step + 1 if found.checkpoint is not None else 0
         settings = LoggerSettings(
@@ -299,8 +302,21 @@ class Session:
             first_step=first,
             total_steps=found.total_steps,
             terminal=self._screen.out,
+            tracking=config.tracking,
+            config=flatten(config),
         )
-        return [LOGGERS[name](settings) for name in config.loggers]
+
+        def report(step: int, text: str) -> None:
+            self._say(f"warning    step {step}: {text}")
+            try:
+                records.event("logger_failed", step, text=text)
+            except OSError as error:  # the same full disk
+                self._say(f"warning    events.jsonl cannot be written: {error}")
+
+        return [
+            ContainedLogger(name, partial(LOGGERS[name], settings), report=report, first_step=first)
+            for name in config.loggers
+        ]
 
     def _say_plan(self, config: Config, found: Preflight, device: str) -> None:
         spec, train = found.actor_spec, found.train_set

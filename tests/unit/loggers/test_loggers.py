@@ -63,7 +63,7 @@ def test_a_screen_that_is_no_terminal_gets_plain_lines(tmp_path):
 
 
 def test_an_unknown_logger_is_an_error_that_lists_the_known_ones():
-    with pytest.raises(UserError, match="console, jsonl, tensorboard"):
+    with pytest.raises(UserError, match="console, jsonl, mlflow, tensorboard, wandb"):
         LOGGERS["wand"]
 
 
