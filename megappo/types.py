@@ -76,6 +76,8 @@ class RolloutBatch:
     """[B, T] float32, by the engine."""
     scores: Tensor | None = None
     """[B] float32, what the reward gave."""
+    baselines: Tensor | None = None
+    """[B] float32, score of the greedy response to the sample's prompt."""
     old_log_probs: Tensor | None = None
     """[B, T] float32, by the actor before the update."""
     rollout_is_weights: Tensor | None = None

@@ -116,9 +116,15 @@ def check_models(
         checkpoint: its folder, for the message.
 
     Raises:
-        CheckpointError: with the fields that differ.
+        CheckpointError: with the fields that differ, or the model that is missing.
     """
     for role, identity in now.items():
+        if role not in saved["models"]:
+            raise CheckpointError(
+                f"{checkpoint} holds no {role}: it is of a run whose algorithm.adv_estimator "
+                f"({saved['config']['algorithm.adv_estimator']}) needs none; set it back, or use a "
+                "new trainer.run_dir"
+            )
         before = dict(saved["models"][role])
         # A checkpoint of an earlier version lacks fields that its models could not have; before
         # there was partial rotation all dimensions were rotated.

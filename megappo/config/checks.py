@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 
+from megappo.config.algorithm_checks import check_algorithm
 from megappo.config.learning import ActorSection, CriticSection
 from megappo.config.sections import Config
 from megappo.config.servers import check_number_of_servers, check_servers
@@ -40,6 +41,7 @@ class BatchPlan:
     actor_micro_batches: str
     """how a mini-batch is cut, in words"""
     critic_micro_batches: str
+    """empty without a critic"""
 
     def lines(self) -> list[str]:
         """What is printed at the start of a run."""
@@ -55,7 +57,8 @@ class BatchPlan:
             f"{self.samples_per_dp_rank} samples a DP rank",
             f"updates    {self.optimizer_steps_per_step} optimizer steps a step; a mini-batch is "
             f"{self.samples_per_mini_batch_and_dp_rank} samples a DP rank; "
-            f"micro-batches: actor {self.actor_micro_batches}, critic {self.critic_micro_batches}",
+            f"micro-batches: actor {self.actor_micro_batches}, "
+            + (f"critic {self.critic_micro_batches}" if self.critic_micro_batches else "no critic"),
         ]
 
     def _rollout_line(self) -> str:
@@ -88,11 +91,12 @@ def check_sections(config: Config) -> list[str]:
             "data.val_files is []: name a file, or set trainer.test_freq=0 and "
             "trainer.val_before_train=false"
         )
-    for name, role in (("actor", config.actor), ("critic", config.critic)):
+    for name, role in config.trained_roles.items():
         problems += _check_budget(config, name, role)
     problems += _check_fsdp(config)
     problems += _check_lora(config)
     problems += _check_ratio(config)
+    problems += check_algorithm(config)
     problems += [
         f"guard.rules.{name}.action is 'raise_kl_coef': no KL is in use; set "
         "algorithm.use_kl_in_reward=true, or actor.use_kl_loss=true with a kl_loss_coef over 0"
@@ -197,12 +201,12 @@ def _check_fsdp(config: Config) -> list[str]:
         for name in ("tp", "pp", "vpp", "ep", "etp")
         if getattr(layout, name) > 1
     ]
-    for role, memory in (("actor", config.actor.memory), ("critic", config.critic.memory)):
+    for name, role in config.trained_roles.items():
         problems += [
-            f"{role}.memory.{part}_offload is True and parallel.fsdp is True: it frees weights by "
-            f"itself; set {role}.memory.{part}_offload=false or parallel.fsdp=false"
+            f"{name}.memory.{part}_offload is True and parallel.fsdp is True: it frees weights by "
+            f"itself; set {name}.memory.{part}_offload=false or parallel.fsdp=false"
             for part in ("param", "grad", "optimizer")
-            if getattr(memory, f"{part}_offload")
+            if getattr(role.memory, f"{part}_offload")
         ]
     return problems
 
@@ -353,7 +357,7 @@ def plan_batches(
         optimizer_steps_per_step=prompts // config.actor.mini_batch_size * config.actor.ppo_epochs,
         samples_per_mini_batch_and_dp_rank=mini,
         actor_micro_batches=_cut_in_words(config.actor, mini),
-        critic_micro_batches=_cut_in_words(config.critic, mini),
+        critic_micro_batches=_cut_in_words(config.critic, mini) if config.uses_critic else "",
     )
     return plan, []
 
@@ -390,7 +394,7 @@ def _check_batch(config: Config, dp: int, model_ranks: int) -> list[str]:
         ]
     per_rank = mini * n // dp
     layout = config.parallel
-    for name, role in (("actor", config.actor), ("critic", config.critic)):
+    for name, role in config.trained_roles.items():
         micro = role.micro_batch_size
         if role.use_dynamic_bsz:
             continue

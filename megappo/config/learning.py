@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from megappo.config.estimators import ESTIMATORS, EstimatorTraits
 from megappo.config.fields import Problems, opt, section
 from megappo.config.layout import MemorySection
 from megappo.config.lora import LoraSection
@@ -21,13 +22,20 @@ C = "algorithm.rollout_correction."
 class AlgorithmSection:
     """Advantages and the KL penalty inside the reward."""
 
-    adv_estimator: Literal["gae"] = opt(
-        "gae", "how advantages are estimated", verl="algorithm.adv_estimator"
+    adv_estimator: Literal[
+        "gae", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax"
+    ] = opt(
+        "gae",
+        "how advantages are estimated; only gae needs a critic, and only with it one is built",
+        verl="algorithm.adv_estimator",
     )
-    gamma: float = opt(1.0, "discount a token", verl="algorithm.gamma")
+    gamma: float = opt(1.0, "discount a token, of gae and reinforce_pp", verl="algorithm.gamma")
     lam: float = opt(1.0, "GAE's lambda", verl="algorithm.lam")
-    whiten_advantages: bool = opt(
-        True, "advantages get mean 0 and variance 1 over all trained tokens of all ranks"
+    whiten_advantages: bool | None = opt(
+        None,
+        "advantages get mean 0 and variance 1 over all ranks: over all trained tokens (gae, "
+        "reinforce_pp) or responses (reinforce_pp_baseline); null: yes for these three, and no "
+        "other estimator allows it",
     )
     bootstrap_truncated: bool = opt(
         False, "a response cut at its length limit ends with the critic's value instead of 0"
@@ -70,7 +78,43 @@ class AlgorithmSection:
         ):
             p.require(1 < value < math.inf, name, value, "it must be over 1 and finite; 2 is usual")
         _check_kl_kind(p, "kl_penalty", self.kl_penalty)
+        self._check_estimator(p)
         p.done()
+
+    @property
+    def traits(self) -> EstimatorTraits:
+        """What the estimator needs."""
+        return ESTIMATORS[self.adv_estimator]
+
+    @property
+    def whitens(self) -> bool:
+        """Whether advantages are whitened."""
+        chosen = self.whiten_advantages
+        return self.traits.whitens if chosen is None else chosen
+
+    def _check_estimator(self, p: Problems) -> None:
+        name, traits = self.adv_estimator, self.traits
+        p.require(
+            traits.may_whiten or not self.whiten_advantages,
+            "whiten_advantages", self.whiten_advantages,
+            f"with adv_estimator {name} the baseline is the prompt's own, and whitening over the "
+            "batch would undo it; set it to null, or take reinforce_pp_baseline",
+        )  # fmt: skip
+        p.require(
+            traits.discounts or self.gamma == 1, "gamma", self.gamma,
+            f"adv_estimator {name} gives a whole response one advantage and discounts nothing; set "
+            "gamma=1, or take gae or reinforce_pp",
+        )  # fmt: skip
+        p.require(
+            traits.uses_critic or self.lam == 1, "lam", self.lam,
+            f"adv_estimator {name} has no critic to weigh with; set lam=1, or adv_estimator=gae",
+        )  # fmt: skip
+        p.require(
+            traits.uses_critic or not self.bootstrap_truncated,
+            "bootstrap_truncated", self.bootstrap_truncated,
+            f"adv_estimator {name} has no critic to take a value from; set it to false, or "
+            "adv_estimator=gae",
+        )  # fmt: skip
 
 
 KL_KINDS = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")

@@ -361,6 +361,17 @@ class Config:
     tracking: TrackingSection = section(TrackingSection, "names in wandb and mlflow")
 
     @property
+    def uses_critic(self) -> bool:
+        """Whether a value model is built and trained."""
+        return self.algorithm.traits.uses_critic
+
+    @property
+    def trained_roles(self) -> dict[str, ActorSection | CriticSection]:
+        """The sections of the models that are trained, by name."""
+        roles: dict[str, ActorSection | CriticSection] = {"actor": self.actor}
+        return roles | {"critic": self.critic} if self.uses_critic else roles
+
+    @property
     def uses_reference(self) -> bool:
         """Whether any term needs the reference's log-probs."""
         in_loss = self.actor.use_kl_loss and self.actor.kl_loss_coef > 0

@@ -2,8 +2,7 @@
 
 Legend: B samples, T response tokens. Everything returned is float32 and detached: an advantage is
 a constant of the policy loss. Left out: reduction over ranks. The caller of `whiten` hands in
-moments that it reduced itself, and the caller of `group_advantages` keeps each group whole on one
-rank.
+moments that it reduced itself, and the caller of `group_advantages` hands in whole groups.
 """
 
 from __future__ import annotations
@@ -104,7 +103,9 @@ def whiten(
     return zero_outside((x.double() - mean) * scale.rsqrt(), mask)
 
 
-def group_advantages(scores: Tensor, group_ids: Tensor, *, kind: str) -> Tensor:
+def group_advantages(
+    scores: Tensor, group_ids: Tensor, *, kind: str, counted: Tensor | None = None
+) -> Tensor:
     """Advantage of each response against its siblings, the responses to the same prompt.
 
     With a group's n scores, their mean m and sample standard deviation s (divided by n - 1):
@@ -114,16 +115,19 @@ def group_advantages(scores: Tensor, group_ids: Tensor, *, kind: str) -> Tensor:
     which equals `(score - m) n / (n - 1)`.
 
     Equal scores give 0. A group of one gives 0 for every kind: without a sibling there is nothing
-    to compare with. Deviation: there verl takes the mean as 0 and the deviation as 1, so that the
-    bare score is the advantage. The sample standard deviation is as in verl (`torch.std`).
+    to compare with. A sample that does not count (masked, aborted) is no member of
+    its group. Deviation: for a group of one verl takes the mean as 0 and the deviation as 1, so
+    that the bare score is the advantage. The sample standard deviation is as in verl (`torch.std`).
 
     Args:
         scores: [B] float.
         group_ids: [B] int64, equal for siblings; any values, any order, each group whole.
         kind: `grpo`, `dr_grpo` or `rloo`.
+        counted: [B] bool, the samples that are members; None counts all.
 
     Returns:
-        [B] float32. A NaN score makes its own group NaN and no other.
+        [B] float32, 0 for samples that do not count. A NaN score makes its own group NaN and no
+        other.
 
     Raises:
         ValueError: if `kind` is unknown.
@@ -131,12 +135,15 @@ def group_advantages(scores: Tensor, group_ids: Tensor, *, kind: str) -> Tensor:
     if kind not in GROUP_KINDS:
         raise ValueError(f"unknown group advantage {kind!r}; known: {', '.join(GROUP_KINDS)}")
     assert scores.shape == group_ids.shape, (tuple(scores.shape), tuple(group_ids.shape))
+    if counted is None:
+        counted = torch.ones_like(scores, dtype=torch.bool)
     # Float64: three equal scores of 0.1 have a float32 mean that differs from 0.1 by a rounding
     # error, which a division by their standard deviation, another rounding error, would blow up.
-    scores = scores.detach().double()
+    scores = torch.where(counted, scores.detach().double(), 0.0)
     num_groups, group = _dense_groups(group_ids)
-    size = _group_sum(torch.ones_like(scores), group, num_groups)
-    centred = scores - (_group_sum(scores, group, num_groups) / size)[group]
+    size = _group_sum(counted.double(), group, num_groups)
+    mean = _group_sum(scores, group, num_groups) / size.clamp(min=1.0)
+    centred = torch.where(counted, scores - mean[group], 0.0)
     others = (size - 1.0).clamp(min=1.0)
     if kind == "grpo":
         std = (_group_sum(centred.square(), group, num_groups) / others).sqrt()

@@ -10,7 +10,7 @@ along for rewards and people.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megappo.distributed.exchange import exchange_objects
 from megappo.distributed.metrics import Tally, reduce_tally
@@ -47,12 +47,31 @@ class RolloutWorker:
         batch.
         """
         pairs = [(prompt, k) for prompt in batch.prompts for k in range(self.n)]
+        return self._generate_pairs(pairs, self.sampling, step=step, salt=salt)
+
+    def greedy(self, prompts: Sequence[Prompt], *, step: int) -> RolloutBatch:
+        """The likeliest response to each prompt, by the training's other settings.
+
+        Collective over the world. Ranks of a replica ask for the same prompts.
+        """
+        sampling = replace(self.sampling, temperature=0.0)
+        return self._generate_pairs([(prompt, 0) for prompt in prompts], sampling, step=step)
+
+    def _generate_pairs(
+        self,
+        pairs: Sequence[tuple[Prompt, int]],
+        sampling: SamplingSettings,
+        *,
+        step: int,
+        salt: int = 0,
+    ) -> RolloutBatch:
+        """One response to each (prompt, number of the sample), gathered inside the replica."""
         mine = [pairs[b] for b in self.my_part(len(pairs))]
         requests = [
             GenerationRequest(
                 token_ids=prompt.token_ids,
                 seed=sample_seed(self.seed, step=step, row=prompt.row, sample=k, salt=salt),
-                sampling=self.sampling,
+                sampling=sampling,
             )
             for prompt, k in mine
         ]

@@ -27,13 +27,13 @@ MEANS = (
     "critic/score/mean",
     "critic/rewards/mean",
     "critic/advantages/mean",
-    "critic/returns/mean",
-    "critic/values/mean",
     "actor/entropy",
     "response_length/mean",
     "response_length/clip_ratio",
     "prompt_length/mean",
 )
+CRITIC_MEANS = ("critic/returns/mean", "critic/values/mean")
+"""Where there is a critic. Scores, rewards and advantages have verl's names without one too."""
 MAXIMA = (
     "critic/score/max",
     "critic/score/neg_min",
@@ -62,7 +62,8 @@ def add_batch(tally: Tally, batch: RolloutBatch, entropy: Tensor) -> None:
         ("critic/values/mean", batch.values),
         ("actor/entropy", entropy),
     ):
-        assert values is not None
+        if values is None:  # without a critic
+            continue
         tally.add(name, values[mask].double().sum().item(), tokens)
     cut = sum(c.finish_reason == "length" for c in batch.completions)
     tally.add("response_length/mean", sum(batch.response_lengths), count)

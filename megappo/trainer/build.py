@@ -41,9 +41,11 @@ from megappo.rollout.sglang_engine import EngineSettings, SGLangEngine
 from megappo.rollout.sglang_server import SGLangServer
 from megappo.rollout.worker import RolloutWorker
 from megappo.trainer.balance import Balancer
+from megappo.trainer.collect import Collector, DrawnSource, Finisher, GreedyFinisher
 from megappo.trainer.corrector import Correction, Corrector
-from megappo.trainer.estimate import Estimator
+from megappo.trainer.estimate import make_estimator
 from megappo.trainer.evaluate import Evaluator
+from megappo.trainer.group_metrics import GroupMetrics
 from megappo.trainer.guard import Guard
 from megappo.trainer.memory import ModelMemory
 from megappo.trainer.micro_batches import MicroBatchPlanner
@@ -61,7 +63,7 @@ def build_trainer(
     """Models, optimizers and this rank's engine. Collective over the world; takes a while."""
     actor, critic, reference = build_roles(
         config,
-        {"actor": found.actor_spec, "critic": found.critic_spec, "reference": found.reference_spec},
+        model_specs(found),
         context,
         total_optimizer_steps=found.total_steps * found.plan.optimizer_steps_per_step,
     )
@@ -89,37 +91,62 @@ def build_trainer(
     )
     return PPOTrainer(
         context=context,
-        dataset=found.train_set,
         sampler=found.sampler,
         rollouts=rollouts,
-        scorer=BatchScorer(
-            scorer=make_scorer(config),
-            context=context,
-            max_error_rate=config.reward.max_error_rate,
-        ),
+        collector=make_collector(config, found, context, rollouts),
         actor=actor,
         reference=reference,
         critic=critic,
-        estimator=Estimator(
-            settings=config.algorithm, kl_controller=_kl_controller(config), context=context
-        ),
+        estimator=make_estimator(config.algorithm, _kl_controller(config), context),
         guard=Guard(settings=config.guard, comparable=not rollouts.sampling.truncates),
         plan=StepPlan(
-            mini_batch_prompts=config.actor.mini_batch_size,
             mini_batch=mini_batch,
             actor=make_planner(config.actor, actor.policy.network, mini_batch),
-            critic=make_planner(config.critic, critic.network, mini_batch),
+            critic=make_planner(config.critic, critic.network, mini_batch) if critic else None,
             ppo_epochs=config.actor.ppo_epochs,
             critic_warmup=config.trainer.critic_warmup,
         ),
         balancer=_balancer(config, found, context, mini_batch),
         corrector=make_corrector(config),
         memory=ModelMemory(
-            trained=(actor.trainable, critic.trainable),
+            trained=tuple(role.trainable for role in (actor, critic) if role is not None),
             reference=None if reference is None or reference.without_adapters else reference.memory,
         ),
         memory_agreement=MemoryAgreement(context, config.parallel),
     )
+
+
+def make_collector(
+    config: Config, found: Preflight, context: ParallelContext, rollouts: RolloutWorker
+) -> Collector:
+    """Where a step's samples come from."""
+    scorer = BatchScorer(
+        scorer=make_scorer(config), context=context, max_error_rate=config.reward.max_error_rate
+    )
+    source = DrawnSource(
+        context=context,
+        dataset=found.train_set,
+        sampler=found.sampler,
+        rollouts=rollouts,
+        scorer=scorer,
+        mini_batch_prompts=config.actor.mini_batch_size,
+    )
+    finishers: list[Finisher] = []
+    if config.algorithm.traits.uses_greedy_baseline:
+        finishers.append(GreedyFinisher(rollouts=rollouts, scorer=scorer, shape=None))
+    return Collector(
+        source=source,
+        finishers=finishers,
+        groups=GroupMetrics(
+            n=config.rollout.n, sources=found.train_sources, reports=context.reports_samples
+        ),
+    )
+
+
+def model_specs(found: Preflight) -> dict[str, ModelSpec]:
+    """The shapes that `build_roles` wants, by role."""
+    specs = {"actor": found.actor_spec, "reference": found.reference_spec}
+    return specs if found.critic_spec is None else specs | {"critic": found.critic_spec}
 
 
 def _placement(config: Config, context: ParallelContext) -> Placement:
@@ -257,12 +284,14 @@ def build_roles(
     context: ParallelContext,
     *,
     total_optimizer_steps: int,
-) -> tuple[Actor, Critic, Policy | None]:
-    """Actor, critic and, where a KL term needs it, reference. Collective over the world.
+) -> tuple[Actor, Critic | None, Policy | None]:
+    """Actor, a critic for an estimator that needs it, a reference for a KL term that does.
+
+    Collective over the world.
 
     Args:
         config: of the run.
-        specs: of the models `actor`, `critic` and `reference`.
+        specs: of the models `actor`, `reference` and, where it is needed, `critic`.
         context: this rank's place.
         total_optimizer_steps: length of the learning-rate decay.
     """
@@ -309,12 +338,14 @@ def build_roles(
         trainable=actor_trainable,
         settings=config.actor,
     )
-    critic_net = network("critic", "value", config.critic.memory.recompute, config.critic.lora)
-    critic = Critic(
-        network=critic_net,
-        trainable=trainable("critic", critic_net, config.critic),
-        settings=config.critic,
-    )
+    critic = None
+    if config.uses_critic:
+        critic_net = network("critic", "value", config.critic.memory.recompute, config.critic.lora)
+        critic = Critic(
+            network=critic_net,
+            trainable=trainable("critic", critic_net, config.critic),
+            settings=config.critic,
+        )
     if not config.uses_reference:
         return actor, critic, None
     if config.actor.lora.rank and paths["reference"] == paths["actor"]:

@@ -370,8 +370,7 @@ class Run:
             return None
         start = time.perf_counter()
         compared = 0
-        for role in (self.trainer.actor, self.trainer.critic):
-            model = role.trainable
+        for model in self.trainer.trainables.values():
             with on_device(model.memory, "params"):
                 try:
                     compared += compare_ranks(model.name, model.chunks, self.trainer.context)
@@ -453,8 +452,7 @@ def checkpoint_state(
         "train_files": list(train_files),
         "base_weights": {role: list(files) for role, files in base_weights.items()},
         "models": {
-            "actor": model_identity(trainer.actor.policy.network.spec),
-            "critic": model_identity(trainer.critic.network.spec),
+            role: model_identity(network.spec) for role, network in trainer.networks.items()
         },
     }
 

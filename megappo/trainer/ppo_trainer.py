@@ -15,8 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megappo.data.prompts import PromptDataset
-from megappo.data.sampler import PromptSampler, rank_share
+from megappo.data.sampler import PromptSampler
 from megappo.distributed.grad_sync import Trainable
 from megappo.distributed.memory_agreement import MemoryAgreement
 from megappo.distributed.metrics import Tally, reduce_tally
@@ -24,32 +23,34 @@ from megappo.distributed.offload import on_device
 from megappo.distributed.parallel import ParallelContext, sum_over_data
 from megappo.models.weights import export_hf
 from megappo.roles.actor import Actor, Policy
+from megappo.roles.base import Network
 from megappo.roles.critic import Critic, explained_variance, explained_variance_sums
 from megappo.rollout.worker import RolloutWorker
 from megappo.trainer import batch_metrics
 from megappo.trainer.adjustments import Adjustments
 from megappo.trainer.balance import Balancer
+from megappo.trainer.collect import Collector, StepScope
 from megappo.trainer.corrector import Corrector
 from megappo.trainer.estimate import Estimator
 from megappo.trainer.guard import Guard
 from megappo.trainer.memory import ModelMemory
 from megappo.trainer.micro_batches import MicroBatchPlanner, as_mini_batches, as_passes
 from megappo.trainer.resources import GIB, resource_metrics
-from megappo.trainer.scoring import BatchScorer
 from megappo.trainer.stopwatch import Stopwatch
-from megappo.types import MiniBatch, PromptBatch, RolloutBatch
+from megappo.types import MiniBatch, RolloutBatch
+
+Plan = list[list[list[int]]]
+"""For each mini-batch its forward passes, see `MicroBatchPlanner.plan`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
     """How a step's samples are split."""
 
-    mini_batch_prompts: int
-    """over all DP ranks"""
     mini_batch: int
     """samples on one DP rank"""
     actor: MicroBatchPlanner
-    critic: MicroBatchPlanner
+    critic: MicroBatchPlanner | None
     ppo_epochs: int
     critic_warmup: int
 
@@ -92,13 +93,12 @@ class PPOTrainer:
     """One rank's part of the run. `step_number` counts finished steps."""
 
     context: ParallelContext
-    dataset: PromptDataset
     sampler: PromptSampler
     rollouts: RolloutWorker
-    scorer: BatchScorer
+    collector: Collector
     actor: Actor
     reference: Policy | None
-    critic: Critic
+    critic: Critic | None
     estimator: Estimator
     guard: Guard
     plan: StepPlan
@@ -111,6 +111,18 @@ class PPOTrainer:
     on_phase: Callable[[int, str], None] = lambda step, phase: None
     """Told of each phase as it begins."""
     last_batch: RolloutBatch | None = field(default=None, repr=False)
+
+    @property
+    def trainables(self) -> dict[str, Trainable]:
+        """The models that are trained, by role."""
+        roles = {"actor": self.actor, "critic": self.critic}
+        return {name: role.trainable for name, role in roles.items() if role is not None}
+
+    @property
+    def networks(self) -> dict[str, Network]:
+        """Of the models that are trained, by role."""
+        actor = {"actor": self.actor.policy.network}
+        return actor if self.critic is None else actor | {"critic": self.critic.network}
 
     def step(self, *, may_stop: Callable[[], None] = lambda: None) -> Mapping[str, float]:
         """One PPO step; returns its metrics, equal on all ranks. Collective over the world.
@@ -127,21 +139,20 @@ class PPOTrainer:
         tally, number = self._tally(), self.step_number + 1
         watch = Stopwatch(self.context.device, on_phase=partial(self.on_phase, number))
         memory = self.memory.offload()
-        prompts = self._next_prompts()
-        with watch.phase("generate"):
-            salt = self.adjustments.sampling_salt
-            batch = self.rollouts.generate(prompts, step=number, salt=salt)
-        may_stop()
-        with watch.phase("score"):
-            batch = self.scorer.score(batch, self.rollouts.my_part(len(batch)), tally)
-        may_stop()
-        self.last_batch = batch
+        scope = StepScope(
+            number=number,
+            salt=self.adjustments.sampling_salt,
+            watch=watch,
+            tally=tally,
+            may_stop=may_stop,
+        )
+        batch = self.last_batch = self.collector.collect(scope)
         with watch.phase("sleep"):
             released = self.rollouts.sleep()
         with watch.phase("balance"):
             batch, balance_metrics = self._balance(batch)
             actor_plan = self.plan.actor.plan(batch.total_lengths)
-            critic_plan = self.plan.critic.plan(batch.total_lengths)
+            critic_plan = self._critic_plan(batch)
         agreeing = self.memory_agreement.agreeing
         with watch.phase("log_probs"), agreeing():
             passes = as_passes(actor_plan, self.plan.mini_batch)
@@ -151,9 +162,7 @@ class PPOTrainer:
             if self.reference is not None:
                 batch = batch.with_fields(ref_log_probs=self.reference.log_probs(batch, passes)[0])
         with watch.phase("values"), agreeing():
-            passes = as_passes(critic_plan, self.plan.mini_batch)
-            values, values_after = self.critic.values(batch, passes)
-            batch = batch.with_fields(values=values)
+            batch, values_after = self._value(batch, critic_plan)
         may_stop()
         with watch.phase("advantages"):
             sampled, batch = batch, self._correct(batch)
@@ -162,12 +171,12 @@ class PPOTrainer:
             )
             before = self._describe(batch, entropy, sampled)
             self.guard.check(number, before)
-        with watch.phase("update_critic"), on_device(self.critic.trainable.memory):
-            minis = as_mini_batches(batch, critic_plan, self.plan.mini_batch)
-            of_critic = self._update_critic(minis, tally, number)
+        with watch.phase("update_critic"):
+            of_critic = self._update_critic(batch, critic_plan, tally, number)
         with watch.phase("update_actor"), on_device(self.actor.trainable.memory):
             minis = as_mini_batches(batch, actor_plan, self.plan.mini_batch)
             of_actor = self._update_actor(minis, tally, number)
+        updates = [taken for taken in (of_actor, of_critic) if taken is not None]
         self.step_number = number
         with watch.phase("sync"):
             pushed = self.push_weights()
@@ -177,7 +186,7 @@ class PPOTrainer:
             **pushed,
             **balance_metrics,
             **reduce_tally(tally, self.context),
-            **self._optimizer_metrics(of_actor, of_critic),
+            **self._optimizer_metrics(of_actor, updates),
             **self._speed(
                 watch.metrics(), batch, {**self.memory.report(memory), **self._released(released)}
             ),
@@ -204,28 +213,36 @@ class PPOTrainer:
             return {}
         return {"perf/engine_released_gb": num_bytes / GIB}
 
-    def _next_prompts(self) -> PromptBatch:
-        epoch, rows = self.sampler.next_batch()
-        mine = rank_share(
-            rows,
-            mini_batch_size=self.plan.mini_batch_prompts,
-            dp_rank=self.context.dp_rank,
-            dp_size=self.context.dp,
-        )
-        return PromptBatch(epoch=epoch, prompts=tuple(self.dataset.rows(mine)))
-
     def _balance(self, batch: RolloutBatch) -> tuple[RolloutBatch, Mapping[str, float]]:
         return (batch, {}) if self.balancer is None else self.balancer.rebalance(batch)
 
     def _correct(self, batch: RolloutBatch) -> RolloutBatch:
         return batch if self.corrector is None else self.corrector.correct(batch)
 
-    def _update_critic(self, minis: Sequence[MiniBatch], tally: Tally, number: int) -> Updates:
+    def _critic_plan(self, batch: RolloutBatch) -> Plan:
+        return [] if self.plan.critic is None else self.plan.critic.plan(batch.total_lengths)
+
+    def _value(self, batch: RolloutBatch, plan: Plan) -> tuple[RolloutBatch, Tensor | None]:
+        """The batch with values, and those after each sample's last token, if there is a critic."""
+        if self.critic is None:
+            return batch, None
+        passes = as_passes(plan, self.plan.mini_batch)
+        values, values_after = self.critic.values(batch, passes)
+        return batch.with_fields(values=values), values_after
+
+    def _update_critic(
+        self, batch: RolloutBatch, plan: Plan, tally: Tally, number: int
+    ) -> Updates | None:
+        critic = self.critic
+        if critic is None:
+            return None
+        minis = as_mini_batches(batch, plan, self.plan.mini_batch)
         order = [mini for _ in range(self.plan.ppo_epochs) for mini in minis]
-        taken = self._updates(number, self.critic.trainable)
-        for i, mini in enumerate(order):
-            with self._passes(self.critic.trainable):
-                self.critic.update(mini, tally, settle=i == len(order) - 1, check=taken.check)
+        taken = self._updates(number, critic.trainable)
+        with on_device(critic.trainable.memory):
+            for i, mini in enumerate(order):
+                with self._passes(critic.trainable):
+                    critic.update(mini, tally, settle=i == len(order) - 1, check=taken.check)
         return taken
 
     def _update_actor(self, minis: Sequence[MiniBatch], tally: Tally, number: int) -> Updates:
@@ -265,10 +282,9 @@ class PPOTrainer:
 
     def _tally(self) -> Tally:
         tally = Tally()
-        tally.declare(
-            (*BatchScorer.MEANS, *Estimator.MEANS, *self.actor.means, *self.critic.means),
-            (*Actor.MAXIMA, *Critic.MAXIMA),
-        )
+        tally.declare((*self.collector.means, *Estimator.MEANS, *self.actor.means), Actor.MAXIMA)
+        if self.critic is not None:
+            tally.declare(self.critic.means, Critic.MAXIMA)
         return tally
 
     def _describe(
@@ -280,6 +296,8 @@ class PPOTrainer:
         """
         tally = Tally()
         tally.declare(batch_metrics.MEANS, batch_metrics.MAXIMA)
+        if self.critic is not None:
+            tally.declare(batch_metrics.CRITIC_MEANS)
         if self.corrector is not None:
             tally.declare(self.corrector.means)
         if self.context.reports_samples:
@@ -288,24 +306,23 @@ class PPOTrainer:
             if self.corrector is not None:
                 self.corrector.measure(tally, sampled, batch)
         reduced = batch_metrics.finish(reduce_tally(tally, self.context))
-        assert batch.values is not None
+        if batch.values is None:
+            return reduced
         assert batch.returns is not None
         sums = explained_variance_sums(batch.values, batch.returns, batch.response_mask)
         reduced["critic/vf_explained_var"] = explained_variance(sum_over_data(sums, self.context))
         return reduced
 
-    def _optimizer_metrics(self, of_actor: Updates, of_critic: Updates) -> dict[str, float]:
-        skipped = of_actor.num_skipped + of_critic.num_skipped
-        return {
-            "critic/lr": self.critic.trainable.lr,
-            "actor/lr": self.actor.trainable.lr,
+    def _optimizer_metrics(self, of_actor: Updates, updates: Sequence[Updates]) -> dict[str, float]:
+        found = {f"{name}/lr": trainable.lr for name, trainable in self.trainables.items()}
+        for taken in updates:
+            found |= taken.metrics()
+        return found | {
             "actor/kl_coef": self.estimator.kl_controller.kl_coef * self.adjustments.kl_factor,
             "training/optimizer_steps": float(len(of_actor.norms)),
-            "training/skipped_updates": float(skipped),
+            "training/skipped_updates": float(sum(taken.num_skipped for taken in updates)),
             "training/epoch": float(self.sampler.epoch),
             "rollout/weight_version": float(self.rollouts.weight_version),
-            **of_actor.metrics(),
-            **of_critic.metrics(),
         }
 
     def _speed(

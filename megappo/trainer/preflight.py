@@ -48,10 +48,12 @@ class Preflight:
 
     plan: BatchPlan
     actor_spec: ModelSpec
-    critic_spec: ModelSpec
+    critic_spec: ModelSpec | None
+    """None where no critic is needed"""
     reference_spec: ModelSpec
     tokenizer: Any
     train_set: PromptDataset
+    train_sources: tuple[str, ...]
     val_set: PromptDataset | None
     val_sources: tuple[str, ...]
     sampler: PromptSampler
@@ -107,8 +109,9 @@ def preflight(
     tokenizer = _load_tokenizer(config)
     train_set = _dataset(config, tokenizer, "train")
     val_set = _dataset(config, tokenizer, "val") if config.data.val_files else None
+    train_sources = tuple(train_set.data_sources())
     val_sources = tuple(val_set.data_sources()) if val_set else ()
-    resolve({*train_set.data_sources(), *val_sources}, method=config.reward.gsm8k_method)
+    resolve({*train_sources, *val_sources}, method=config.reward.gsm8k_method)
     sampler = PromptSampler(
         len(train_set),
         batch_size=config.data.train_batch_size,
@@ -137,10 +140,11 @@ def preflight(
     return Preflight(
         plan=plan,
         actor_spec=specs["actor"],
-        critic_spec=specs["critic"],
+        critic_spec=specs.get("critic"),
         reference_spec=specs["reference"],
         tokenizer=tokenizer,
         train_set=train_set,
+        train_sources=train_sources,
         val_set=val_set,
         val_sources=val_sources,
         sampler=sampler,
@@ -178,12 +182,11 @@ def _base_weights(config: Config) -> dict[str, list[dict[str, Any]]]:
 
 
 def model_paths(config: Config) -> dict[str, str]:
-    """Folder of each role."""
-    return {
-        "actor": config.model.path,
-        "critic": config.critic.path or config.model.path,
-        "reference": config.reference.path or config.model.path,
-    }
+    """Folder of each role; no critic where none is needed."""
+    paths = {"actor": config.model.path}
+    if config.uses_critic:
+        paths["critic"] = config.critic.path or config.model.path
+    return paths | {"reference": config.reference.path or config.model.path}
 
 
 def _check_budgets(config: Config) -> None:
@@ -202,7 +205,7 @@ def _check_budgets(config: Config) -> None:
         cp=layout.cp,
     )
     longest = alignment.padded(config.data.max_prompt_length + config.rollout.max_response_length)
-    for name, role in (("actor", config.actor), ("critic", config.critic)):
+    for name, role in config.trained_roles.items():
         budget = token_budget(role, alignment)
         if role.use_dynamic_bsz and longest > budget:
             raise ConfigError(
@@ -388,8 +391,8 @@ def _check_state(
     degrees = {name: getattr(plan, name) for name in LAYOUT_FIELDS}
     check_layout(state, degrees, checkpoint)
     check_format(state, checkpoint, fsdp=config.parallel.fsdp)
-    roles = ("actor", "critic")
-    check_models(state, {role: model_identity(specs[role]) for role in roles}, checkpoint)
+    identities = {role: model_identity(specs[role]) for role in config.trained_roles}
+    check_models(state, identities, checkpoint)
     now = flatten(config)
     check_config(state, now, checkpoint)
     moved = layout_changes(state, degrees)

@@ -253,25 +253,26 @@ class Responder:
         """Half the samples or tokens a forward pass; then offload; None where neither is left."""
         changed = self._trainer.adjustments
         if (plan := self._halved(self._trainer.plan)) is not None:
-            text = f"forward passes of {plan.actor.size} (actor) and {plan.critic.size} (critic)"
+            of_critic = f" and {plan.critic.size} (critic)" if plan.critic is not None else ""
+            text = f"forward passes of {plan.actor.size} (actor){of_critic}"
             return Change(text, lambda: setattr(changed, "halvings", changed.halvings + 1))
         memories = [model.memory for model in self._models().values()]
         if all(memory is None or memory.parts == PARTS for memory in memories):
             return None
         return Change(
-            "actor and critic leave the device between phases",
+            f"{' and '.join(self._models())} leave the device between phases",
             lambda: setattr(changed, "offloads_all", True),
         )
 
     def _halved(self, plan: StepPlan) -> StepPlan | None:
         actor = plan.actor.halved(self._longest_sample)
-        critic = plan.critic.halved(self._longest_sample)
+        critic = None if plan.critic is None else plan.critic.halved(self._longest_sample)
         if actor is None and critic is None:
             return None
         return replace(plan, actor=actor or plan.actor, critic=critic or plan.critic)
 
     def _models(self) -> dict[str, Trainable]:
-        return {"actor": self._trainer.actor.trainable, "critic": self._trainer.critic.trainable}
+        return self._trainer.trainables
 
     @property
     def _used_up(self) -> bool:

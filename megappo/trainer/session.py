@@ -260,7 +260,7 @@ class Session:
                 context=trainer.context,
             ),
             settings=settings,
-            models={"actor": trainer.actor.trainable, "critic": trainer.critic.trainable},
+            models=trainer.trainables,
             context=trainer.context,
             ranks_on_node=self._launch.local_world_size,
             save_freq=config.trainer.save_freq,
@@ -280,7 +280,7 @@ class Session:
 
         trainer.on_phase = enter
         reference = [] if trainer.reference is None else [trainer.reference.network]
-        for network in (trainer.actor.policy.network, trainer.critic.network, *reference):
+        for network in (*trainer.networks.values(), *reference):
             for chunk in network.chunks:
                 chunk.register_forward_pre_hook(lambda module, inputs: watchdog.move())
 

@@ -21,7 +21,7 @@ from megappo.distributed.metrics import Tally, reduce_tally
 from megappo.models.weights import export_hf
 from megappo.ppo.kl import AdaptiveKLController
 from megappo.trainer.build import build_roles, make_corrector
-from megappo.trainer.estimate import Estimator
+from megappo.trainer.estimate import Estimator, make_estimator
 from megappo.trainer.preflight import preflight
 from megappo.types import Completion, MiniBatch, Prompt, RolloutBatch, collate
 
@@ -63,7 +63,7 @@ def main() -> None:
     tally = Tally()
     tally.declare((*actor.means, *critic.means, *Estimator.MEANS), (*actor.MAXIMA, *critic.MAXIMA))
     controller = AdaptiveKLController(0.05, 0.02, 100.0)
-    estimator = Estimator(settings=config.algorithm, kl_controller=controller, context=context)
+    estimator = make_estimator(config.algorithm, controller, context)
     batch = estimator.estimate(batch, after, tally)
     norms: list[float] = []
     counts = {"first": count_collectives()}

@@ -98,6 +98,13 @@ def test_another_model_is_refused_with_the_fields_that_differ():
         check_models(state, {"actor": {"num_layers": 5, "hidden_size": 8}}, FOLDER)
 
 
+def test_a_critic_that_the_checkpoint_does_not_hold_is_refused_with_the_estimator_it_had():
+    state = {"models": {"actor": {}}, "config": {"algorithm.adv_estimator": "grpo"}}
+    check_models(state, {"actor": {}}, FOLDER)
+    with pytest.raises(CheckpointError, match=r"holds no critic: .*adv_estimator \(grpo\)"):
+        check_models(state, {"actor": {}, "critic": {}}, FOLDER)
+
+
 def test_a_model_from_before_partial_rotation_is_the_same_model():
     rope = {"kind": "default", "theta": 1e4}
     state = {"models": {"actor": {"num_layers": 4, "rope": rope}}}

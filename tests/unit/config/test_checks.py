@@ -276,3 +276,66 @@ def test_engines_that_do_not_fit_the_ranks_or_a_node_are_refused_with_the_number
 def test_an_engine_has_at_least_one_rank(make):
     with pytest.raises(ConfigError, match=r"rollout\.tp is 0"):
         make("rollout.tp=0")
+
+
+WITHOUT_A_CRITIC = ["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax"]
+
+
+@pytest.mark.parametrize("name", WITHOUT_A_CRITIC)
+def test_only_gae_has_a_critic_whose_settings_count(make, name):
+    config = make(f"algorithm.adv_estimator={name}", "rollout.n=2", "critic.micro_batch_size=7")
+    assert list(config.trained_roles) == ["actor"]
+    plan, problems = plan_batches(config, 1)
+    assert problems == []
+    assert plan.critic_micro_batches == ""
+    assert "actor 16 of 8 samples, no critic" in plan.lines()[-1]
+    assert list(make().trained_roles) == ["actor", "critic"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algorithm.adv_estimator=grpo"], "rollout.n is 1: algorithm.adv_estimator grpo compares"),
+        (
+            ["algorithm.adv_estimator=rloo", "rollout.n=2", "algorithm.whiten_advantages=true"],
+            "algorithm.whiten_advantages is True: with adv_estimator rloo the baseline is the",
+        ),
+        (
+            ["algorithm.adv_estimator=remax", "algorithm.gamma=0.9"],
+            "algorithm.gamma is 0.9: adv_estimator remax gives a whole response one advantage",
+        ),
+        (
+            ["algorithm.adv_estimator=reinforce_pp", "algorithm.lam=0.9"],
+            "algorithm.lam is 0.9: adv_estimator reinforce_pp has no critic to weigh with",
+        ),
+        (
+            ["algorithm.adv_estimator=reinforce_pp", "algorithm.bootstrap_truncated=true"],
+            "algorithm.bootstrap_truncated is True: adv_estimator reinforce_pp has no critic",
+        ),
+        (
+            ["algorithm.adv_estimator=remax", "trainer.critic_warmup=3"],
+            "trainer.critic_warmup is 3: algorithm.adv_estimator remax has no critic",
+        ),
+        (
+            ["algorithm.adv_estimator=remax", "critic.path=elsewhere"],
+            "critic.path is 'elsewhere': algorithm.adv_estimator remax has no critic",
+        ),
+        (
+            ["algorithm.adv_estimator=remax", "guard.rules.kl.role=both"],
+            "guard.rules.kl.role is 'both': algorithm.adv_estimator remax has no critic",
+        ),
+    ],
+)
+def test_what_an_estimator_cannot_use_is_refused(make, overrides, message):
+    with pytest.raises(ConfigError) as caught:
+        make(*overrides)
+    assert message in str(caught.value)
+
+
+def test_whitening_is_the_estimators_own_choice_unless_it_is_set(make):
+    whitens = {
+        name: make(f"algorithm.adv_estimator={name}", "rollout.n=2").algorithm.whitens
+        for name in ["gae", *WITHOUT_A_CRITIC]
+    }
+    assert [n for n, w in whitens.items() if w] == ["gae", "reinforce_pp", "reinforce_pp_baseline"]
+    assert not make("algorithm.whiten_advantages=false").algorithm.whitens

@@ -13,7 +13,14 @@ from megappo.distributed.metrics import Tally
 from megappo.errors import GuardStop
 from megappo.models.packing import Alignment
 from megappo.roles.critic import explained_variance, explained_variance_sums
-from megappo.trainer.batch_metrics import MAXIMA, MEANS, add_batch, add_mismatch, finish
+from megappo.trainer.batch_metrics import (
+    CRITIC_MEANS,
+    MAXIMA,
+    MEANS,
+    add_batch,
+    add_mismatch,
+    finish,
+)
 from megappo.trainer.guard import Guard
 from megappo.trainer.micro_batches import MicroBatchPlanner, as_mini_batches, as_passes
 from megappo.trainer.scoring import check_error_rate
@@ -167,7 +174,7 @@ def test_batch_metrics_weigh_tokens_and_samples_as_they_should():
     add_batch(tally, batch, torch.tensor([[1.0, 9, 9], [2.0, 2.0, 3.0]]))
     add_mismatch(tally, batch)
     means = {name: total / count for name, (total, count) in tally.sums.items()}
-    assert set(means) == set(MEANS)
+    assert set(means) == {*MEANS, *CRITIC_MEANS}
     assert set(tally.maxima) == set(MAXIMA)
     assert means["critic/score/mean"] == 0.5
     assert means["response_length/mean"] == 2.0

@@ -1,0 +1,58 @@
+"""What groups of siblings and sources of data look like, before samples are dealt out over ranks.
+
+Afterwards siblings may lie on several ranks, and samples no longer carry their data source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megappo.distributed.metrics import Tally
+from megappo.types import RolloutBatch
+
+DIVERSITY = "rollout/group_diversity"
+ZERO_VARIANCE = "rollout/zero_variance_groups"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupMetrics:
+    """Figures of a step's groups and sources; nothing here communicates."""
+
+    n: int = 1
+    """responses a prompt; the groups of one have no figures"""
+    sources: Sequence[str] = ()
+    """every data_source that may occur"""
+    reports: bool = True
+    """True on exactly one rank of each replica"""
+
+    @property
+    def means(self) -> list[str]:
+        """Metrics that `add` adds to."""
+        of_groups = [DIVERSITY, ZERO_VARIANCE] if self.n > 1 else []
+        return of_groups + [by_source(source) for source in self.sources]
+
+    def add(self, batch: RolloutBatch, tally: Tally) -> None:
+        """Adds this rank's samples, siblings next to each other and scored.
+
+        `rollout/group_diversity` is the share of different responses (by token ids) in a group,
+        `rollout/zero_variance_groups` the share of groups whose scores are all equal, which teach
+        an estimator that compares siblings nothing.
+        """
+        if not self.reports:
+            return
+        assert batch.scores is not None
+        scores = batch.scores.tolist()
+        for prompt, score in zip(batch.prompts, scores, strict=True):
+            tally.add(by_source(prompt.data_source), score, 1)
+        if self.n == 1:
+            return
+        for start in range(0, len(batch), self.n):
+            responses = {c.token_ids for c in batch.completions[start : start + self.n]}
+            tally.add(DIVERSITY, len(responses) / self.n, 1)
+            tally.add(ZERO_VARIANCE, len(set(scores[start : start + self.n])) == 1, 1)
+
+
+def by_source(source: str) -> str:
+    """Mean score of a data source in training, as `val/<source>/score/mean` in validation."""
+    return f"train/{source}/score/mean"
