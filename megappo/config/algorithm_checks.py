@@ -1,4 +1,4 @@
-"""Rules between the estimator of advantages and the other sections."""
+"""Rules between the estimator, the policy loss and the other sections, and what to warn of."""
 
 from __future__ import annotations
 
@@ -39,3 +39,29 @@ def _check_no_critic(config: Config) -> list[str]:
             "leave it empty, or set algorithm.adv_estimator=gae"
         )
     return problems
+
+
+GSPO_CLIP = 0.01
+"""A ratio of whole responses moves less than a token's: the paper clips at 3e-4 and 4e-4."""
+
+
+def algorithm_warnings(config: Config) -> list[str]:
+    """What is allowed and rarely meant."""
+    actor, found = config.actor, []
+    if actor.use_kl_loss and actor.kl_loss_type in ("k1", "kl"):
+        found.append(
+            "actor.kl_loss_type k1 has a gradient of mean zero: as a loss it does not lower KL; "
+            "use low_var_kl, k2 or low_var_kl+"
+        )
+    if actor.policy_loss == "gspo" and max(actor.clip_low, actor.clip_high) > GSPO_CLIP:
+        found.append(
+            f"actor.policy_loss gspo clips the ratio of whole responses at 1 - {actor.clip_low:g} "
+            f"and 1 + {actor.clip_high:g}, which it hardly reaches; its paper has "
+            "actor.clip_ratio_low=3e-4 actor.clip_ratio_high=4e-4"
+        )
+    if actor.policy_loss == "gspo" and actor.loss_agg_mode != "seq-mean-token-mean":
+        found.append(
+            f"actor.loss_agg_mode is {actor.loss_agg_mode}: actor.policy_loss gspo is the paper's "
+            "with seq-mean-token-mean; otherwise long responses weigh more"
+        )
+    return found

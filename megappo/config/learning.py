@@ -164,6 +164,11 @@ class ActorSection:
     """The policy's loss and its optimizer."""
 
     optim: OptimizerSection = section(OptimizerSection, "the actor's optimizer", verl=A)
+    policy_loss: Literal["ppo", "gspo", "cispo", "sapo"] = opt(
+        "ppo", "what is minimised: PPO's clip, its form for whole responses (GSPO), clipped "
+        "importance weights (CISPO), a soft gate (SAPO)",
+        verl=A + "policy_loss.loss_mode",
+    )  # fmt: skip
     clip_ratio: float = opt(0.2, "PPO's epsilon, both sides", verl=A + "clip_ratio")
     clip_ratio_low: float | None = opt(
         None, "lower epsilon; clip_ratio if not set", verl=A + "clip_ratio_low"
@@ -173,8 +178,15 @@ class ActorSection:
     )
     clip_ratio_c: float = opt(
         3.0,
-        "dual clip: bound on the ratio where the advantage is negative",
+        "dual clip of policy_loss ppo: bound on the ratio where the advantage is negative",
         verl=A + "clip_ratio_c",
+    )
+    sapo_tau_pos: float = opt(
+        1.0, "sapo: how fast its gate closes where the advantage is positive",
+        verl=A + "policy_loss.tau_pos",
+    )  # fmt: skip
+    sapo_tau_neg: float = opt(
+        1.05, "sapo: the same where it is negative", verl=A + "policy_loss.tau_neg"
     )
     entropy_coeff: float = opt(
         0.0, "entropy times this is subtracted from the loss", verl=A + "entropy_coeff"
@@ -225,7 +237,12 @@ class ActorSection:
 
     def __post_init__(self) -> None:
         p = Problems()
-        p.require(0 < self.clip_low < 1, "clip_ratio_low", self.clip_low, "it must lie in (0, 1)")
+        bounded = 0 < self.clip_low < 1 or (self.clip_low == 1 and self.policy_loss == "cispo")
+        p.require(
+            bounded, "clip_ratio_low", self.clip_low,
+            "it must lie in (0, 1); with policy_loss cispo 1 is allowed too: no lower bound",
+        )  # fmt: skip
+        p.positive(sapo_tau_pos=self.sapo_tau_pos, sapo_tau_neg=self.sapo_tau_neg)
         p.positive(clip_ratio_high=self.clip_high)
         p.require(self.clip_ratio_c > 1, "clip_ratio_c", self.clip_ratio_c, "it must be over 1")
         p.not_negative(entropy_coeff=self.entropy_coeff, kl_loss_coef=self.kl_loss_coef)

@@ -87,7 +87,7 @@ def policy_loss(
         "ppo_kl": -log_ratio,
         "ratio_mean": ratio,
     }
-    return _per_token_loss(loss, response_mask, per_token)
+    return per_token_loss(loss, response_mask, per_token)
 
 
 def value_loss(
@@ -131,7 +131,7 @@ def value_loss(
         took_clipped = squared_near > squared
         loss = torch.maximum(squared, squared_near)
     per_token = {"vf_clipfrac": took_clipped, "vpred_mean": values}
-    return _per_token_loss(0.5 * loss, response_mask, per_token)
+    return per_token_loss(0.5 * loss, response_mask, per_token)
 
 
 def entropy_loss(entropy: Tensor, response_mask: Tensor) -> PerTokenLoss:
@@ -144,7 +144,7 @@ def entropy_loss(entropy: Tensor, response_mask: Tensor) -> PerTokenLoss:
     Returns:
         The loss, with metric `entropy` (not negated).
     """
-    return _per_token_loss(-entropy, response_mask, {"entropy": entropy})
+    return per_token_loss(-entropy, response_mask, {"entropy": entropy})
 
 
 def kl_loss(
@@ -169,7 +169,7 @@ def kl_loss(
     log_probs = zero_outside(log_probs, response_mask)
     ref_log_probs = zero_outside(ref_log_probs.detach(), response_mask)
     kl = kl_penalty(log_probs, ref_log_probs, kind)
-    return _per_token_loss(kl, response_mask, {"kl_loss": kl})
+    return per_token_loss(kl, response_mask, {"kl_loss": kl})
 
 
 def aggregation_weights(response_mask: Tensor, mode: str) -> Tensor:
@@ -214,8 +214,14 @@ def local_denominator(response_mask: Tensor, mode: str) -> Tensor:
     return masked_count(response_mask if mode == "token-mean" else response_mask.any(dim=-1))
 
 
-def _per_token_loss(loss: Tensor, mask: Tensor, per_token: dict[str, Tensor]) -> PerTokenLoss:
-    """Masks the loss and sums each metric [B, T] over the trained tokens."""
+def per_token_loss(loss: Tensor, mask: Tensor, per_token: dict[str, Tensor]) -> PerTokenLoss:
+    """Masks a loss and sums each metric over the trained tokens.
+
+    Args:
+        loss: [B, T], carries the gradient.
+        mask: [B, T] bool.
+        per_token: name -> [B, T].
+    """
     count = masked_count(mask)
     metrics = {name: (masked_sum(x.detach(), mask), count) for name, x in per_token.items()}
     return PerTokenLoss(loss=zero_outside(loss, mask), metrics=metrics)

@@ -24,10 +24,11 @@ from megappo.distributed.parallel import tensor_parallel_group
 from megappo.distributed.pipeline import LossSum, run_forward_backward
 from megappo.distributed.vocab_parallel import log_probs_and_entropy
 from megappo.models.lora import dropping, without_adapters
-from megappo.ppo.losses import aggregation_weights, kl_loss, policy_loss
+from megappo.ppo.losses import aggregation_weights, kl_loss
 from megappo.ppo.masking import masked_sum
 from megappo.roles.base import GIB, Network, UpdateCheck, call_model, finish_update, longest
 from megappo.roles.micro_batch import MicroBatch
+from megappo.roles.policy_losses import PolicyLoss
 from megappo.types import MiniBatch, RolloutBatch
 
 
@@ -87,6 +88,7 @@ class Actor:
     policy: Policy
     trainable: Trainable
     settings: ActorSection
+    policy_loss: PolicyLoss
 
     MEANS: ClassVar = (
         "actor/loss",
@@ -171,14 +173,11 @@ class Actor:
         assert samples.old_log_probs is not None
         assert samples.advantages is not None
         old = samples.old_log_probs.to(device)
-        pg = policy_loss(
+        pg = self.policy_loss(
             log_probs,
             samples.rollout_log_probs.to(device) if s.use_rollout_log_probs else old,
             samples.advantages.to(device),
             mask,
-            clip_ratio_low=s.clip_low,
-            clip_ratio_high=s.clip_high,
-            clip_ratio_c=s.clip_ratio_c,
         )
         weights = aggregation_weights(samples.response_mask, s.loss_agg_mode).to(device)
         denominator = self.policy.network.denominator(samples.response_mask, s.loss_agg_mode)

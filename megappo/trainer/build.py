@@ -32,6 +32,7 @@ from megappo.rewards.scorer import Scorer
 from megappo.roles.actor import Actor, Policy
 from megappo.roles.base import Network
 from megappo.roles.critic import Critic
+from megappo.roles.policy_losses import POLICY_LOSSES
 from megappo.rollout.engine import RolloutEngine
 from megappo.rollout.megatron_engine import MegatronEngine
 from megappo.rollout.placement import Placement, sharing_domains
@@ -337,6 +338,7 @@ def build_roles(
         ),
         trainable=actor_trainable,
         settings=config.actor,
+        policy_loss=POLICY_LOSSES[config.actor.policy_loss](config.actor),
     )
     critic = None
     if config.uses_critic:

@@ -27,6 +27,7 @@ from megappo.checkpoint.compare import (
     model_identity,
 )
 from megappo.config import Config, ConfigError
+from megappo.config.algorithm_checks import algorithm_warnings
 from megappo.config.checks import BatchPlan, plan_batches
 from megappo.data.identity import file_identities
 from megappo.data.prompts import PromptDataset, check_files
@@ -424,9 +425,4 @@ def _warnings(config: Config, specs: Mapping[str, ModelSpec]) -> list[str]:
             "kept ones alone, so guard.max_log_prob_diff and guard.warn_log_prob_diff do not "
             "check; old log-probs are the trainer's, over the whole vocabulary"
         )
-    if config.actor.use_kl_loss and config.actor.kl_loss_type in ("k1", "kl"):
-        found.append(
-            "actor.kl_loss_type k1 has a gradient of mean zero: as a loss it does not lower KL; "
-            "use low_var_kl, k2 or low_var_kl+"
-        )
-    return found
+    return found + algorithm_warnings(config)

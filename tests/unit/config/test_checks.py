@@ -3,6 +3,7 @@ import importlib.util
 import pytest
 
 from megappo.config import ConfigError, load
+from megappo.config.algorithm_checks import algorithm_warnings
 from megappo.config.checks import check_device_features, plan_batches
 
 
@@ -339,3 +340,18 @@ def test_whitening_is_the_estimators_own_choice_unless_it_is_set(make):
     }
     assert [n for n, w in whitens.items() if w] == ["gae", "reinforce_pp", "reinforce_pp_baseline"]
     assert not make("algorithm.whiten_advantages=false").algorithm.whitens
+
+
+def test_no_lower_bound_is_for_cispo_alone(make):
+    assert make("actor.policy_loss=cispo", "actor.clip_ratio_low=1").actor.clip_low == 1
+    with pytest.raises(ConfigError, match="clip_ratio_low is 1"):
+        make("actor.clip_ratio_low=1")
+
+
+def test_gspo_with_the_clip_and_the_mean_of_ppo_is_warned_of(make):
+    def warnings(*overrides):
+        return " ".join(algorithm_warnings(make("actor.policy_loss=gspo", *overrides)))
+
+    assert "1 - 0.2 and 1 + 0.2" in warnings()
+    assert "actor.loss_agg_mode is token-mean" in warnings("actor.clip_ratio=0.0003")
+    assert not warnings("actor.clip_ratio=0.0003", "actor.loss_agg_mode=seq-mean-token-mean")

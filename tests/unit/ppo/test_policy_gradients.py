@@ -7,11 +7,15 @@ every response, or every pair of siblings.
 
 import itertools
 
+import pytest
 import torch
 
 from megappo.ppo.advantages import compute_gae, group_advantages, whiten
+from megappo.ppo.cispo import cispo_loss
+from megappo.ppo.gspo import gspo_loss, sequence_log_ratio
 from megappo.ppo.losses import policy_loss
 from megappo.ppo.returns import outcomes, returns_to_go, spread
+from megappo.ppo.sapo import sapo_loss
 
 RESPONSES = torch.tensor(list(itertools.product(range(3), range(3))))  # [9, 2]
 THETA = torch.randn(4, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
@@ -155,3 +159,114 @@ def test_grpo_of_two_siblings_climbs_how_often_a_response_beats_the_other():
     assert_equal(of_pairs("grpo"), expected)
     cosine = torch.cosine_similarity(expected.flatten(), TRUE.flatten(), dim=0)
     assert cosine < 0.99
+
+
+SHIFT = torch.randn(4, 3, generator=torch.Generator().manual_seed(4), dtype=torch.float64) / 2
+"""What the policy has moved by since its samples were drawn."""
+
+
+def moved_gradient(loss, *, divide_by_length=False):
+    """Expected gradient and value of a loss after the policy has moved, over all responses.
+
+    Samples and old log-probs are those of THETA, the gradient is at THETA + SHIFT.
+    """
+    theta = (THETA + SHIFT).requires_grad_()
+    now, old = log_probs(theta, RESPONSES), log_probs(THETA, RESPONSES)
+    mask = torch.ones(9, 2, dtype=torch.bool)
+    advantages = spread(REWARDS.sum(dim=-1) - 1.0, mask)
+    per_token = loss(now, old, advantages, mask)
+    value = (per_token.sum(dim=-1) * probabilities(THETA)).sum() / (2 if divide_by_length else 1)
+    value.backward()
+    return value.item(), theta.grad
+
+
+def oracle(objective):
+    """The same from an objective per response in float64: (log-probs, old, R - 1) -> [9]."""
+    theta = (THETA + SHIFT).requires_grad_()
+    now, old = log_probs(theta, RESPONSES), log_probs(THETA, RESPONSES)
+    value = -(objective(now, old, REWARDS.sum(dim=-1) - 1.0) * probabilities(THETA)).sum()
+    value.backward()
+    return value.item(), theta.grad
+
+
+def assert_same(found, expected):
+    assert found[0] == pytest.approx(expected[0], abs=1e-6)
+    assert_equal(found[1], expected[1])
+
+
+def clip(ratio):
+    return ratio.clamp(0.8, 1.3)
+
+
+def test_ppo_is_the_enumerated_clipped_objective():
+    def objective(now, old, a):
+        ratio, a = (now - old).exp(), a[:, None]
+        return torch.minimum(ratio * a, clip(ratio) * a).sum(dim=-1)
+
+    def loss(*tensors):
+        clips = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3, "clip_ratio_c": None}
+        return policy_loss(*tensors, **clips).loss
+
+    assert_same(moved_gradient(loss), oracle(objective))
+
+
+def test_gspo_is_the_enumerated_objective_of_whole_responses():
+    """Its value and its gradient, though it is computed token by token."""
+
+    def objective(now, old, a):
+        s = (now - old).mean(dim=-1).exp()
+        return torch.minimum(s * a, clip(s) * a)
+
+    def loss(now, old, advantages, mask):
+        total, count = sequence_log_ratio(now, old, mask)
+        return gspo_loss(
+            now, old, advantages, mask, mean_log_ratio=total / count,
+            clip_ratio_low=0.2, clip_ratio_high=0.3,
+        ).loss  # fmt: skip
+
+    assert_same(moved_gradient(loss, divide_by_length=True), oracle(objective))
+
+
+def test_cispo_is_the_enumerated_gradient_with_clipped_weights():
+    def objective(now, old, a):
+        weight = clip((now - old).exp()).detach()
+        return (weight * now).sum(dim=-1) * a
+
+    def loss(*tensors):
+        return cispo_loss(*tensors, clip_ratio_low=0.2, clip_ratio_high=0.3).loss
+
+    assert_equal(moved_gradient(loss)[1], oracle(objective)[1])
+    p, old = probabilities(THETA), log_probs(THETA, RESPONSES)
+    weights = clip((log_probs(THETA + SHIFT, RESPONSES) - old).exp()).sum(dim=-1)
+    value = -(p * weights * (REWARDS.sum(dim=-1) - 1.0)).sum()
+    assert moved_gradient(loss)[0] == pytest.approx(value.item(), abs=1e-6)
+
+
+def test_sapo_is_the_enumerated_objective_with_soft_gates():
+    def objective(now, old, a):
+        tau = torch.where(a > 0, 1.0, 2.0)[:, None]
+        gate = 4 / tau / (1 + (-tau * ((now - old).exp() - 1)).exp())
+        return gate.sum(dim=-1) * a
+
+    def loss(*tensors):
+        return sapo_loss(*tensors, tau_pos=1.0, tau_neg=2.0).loss
+
+    assert_same(moved_gradient(loss), oracle(objective))
+
+
+def test_the_clipped_losses_differ_where_the_policy_has_moved_far():
+    """PPO's clip takes gradients away that CISPO keeps: the bias that each of them documents."""
+
+    def ppo(*tensors):
+        clips = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3, "clip_ratio_c": None}
+        return policy_loss(*tensors, **clips).loss
+
+    def cispo(*tensors):
+        return cispo_loss(*tensors, clip_ratio_low=0.2, clip_ratio_high=0.3).loss
+
+    def unclipped(*tensors):
+        return policy_loss(*tensors, **NO_CLIP).loss
+
+    found = [moved_gradient(loss)[1] for loss in (ppo, cispo, unclipped)]
+    for one, other in itertools.combinations(found, 2):
+        assert (one - other).abs().max() > 1e-2
