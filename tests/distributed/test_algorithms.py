@@ -1,0 +1,99 @@
+"""Estimators and policy losses in every kind of layout, with siblings apart on different ranks."""
+
+import pytest
+import torch
+
+from megappo.ppo.advantages import group_advantages
+from tests.distributed.launch import run_ranks
+from tests.tiny_run import make_run
+
+pytestmark = pytest.mark.distributed
+
+LAYOUTS = {
+    "alone": (1, []),
+    "dp2": (2, []),
+    "tp2": (2, ["parallel.tp=2", "parallel.sequence_parallel=true"]),
+    "cp2": (2, ["parallel.cp=2"]),
+}
+SETTINGS = [
+    "algorithm.adv_estimator=grpo", "algorithm.kl_ctrl=fixed", "actor.optim.lr=0",
+    "actor.micro_batch_size=2", "actor.use_kl_loss=false",
+    "actor.loss_agg_mode=seq-mean-token-mean",
+    "actor.clip_ratio_low=0.1", "actor.clip_ratio_high=0.15", "data.train_batch_size=8",
+    "actor.mini_batch_size=8", "rollout.n=2",
+]  # fmt: skip
+ESTIMATORS = {"gae", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax"}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    root = tmp_path_factory.mktemp("algorithms")
+    make_run(root)
+    made = {}
+    for name, (ranks, overrides) in LAYOUTS.items():
+        (out := root / name).mkdir()
+        run_ranks("algorithms.py", ranks, str(root / "run.yaml"), str(out), *SETTINGS, *overrides)
+        made[name] = [torch.load(out / f"rank{r}.pt", weights_only=True) for r in range(ranks)]
+    return made
+
+
+def others(found):
+    return [(name, rank) for name, ranks in found.items() if name != "alone" for rank in ranks]
+
+
+def test_advantages_are_those_of_one_rank_with_siblings_on_several(found):
+    (alone,) = found["alone"]
+    assert set(alone["advantages"]) == ESTIMATORS
+    assert found["dp2"][0]["prompts"] == found["dp2"][1]["prompts"]  # every group is split
+    for name, rank in others(found):
+        for kind, expected in alone["advantages"].items():
+            assert expected.abs().max() > 0.1
+            got = rank["advantages"][kind]
+            assert torch.allclose(got, expected[rank["rows"]], atol=2e-6), (name, kind)
+
+
+def test_a_masked_sibling_leaves_the_other_alone_in_its_group(found):
+    """Sample 3 has no trained token, so 2 is a group of one, and 0 for whoever compares."""
+    (alone,) = found["alone"]
+    assert not alone["samples"]["mask"][3].any()
+    for kind in ("grpo", "dr_grpo", "rloo"):
+        assert not alone["advantages"][kind][2:4].any()
+        assert alone["advantages"][kind][:2].any()
+
+
+def test_an_estimators_kl_is_part_of_what_siblings_are_compared_by(found):
+    (alone,) = found["alone"]
+    scores, mask = alone["samples"]["scores"], alone["samples"]["mask"]
+    ids, counted = torch.tensor(alone["prompts"]), mask.any(dim=-1)
+    without_kl = group_advantages(scores, ids, kind="rloo", counted=counted)
+    got = alone["advantages"]["rloo"][:, 0]
+    assert 1e-3 < (got - without_kl)[mask[:, 0]].abs().max() < 0.5
+
+
+def test_losses_and_gradient_norms_of_every_policy_loss_do_not_depend_on_the_layout(found):
+    (alone,) = found["alone"]
+    assert set(alone["losses"]) == {"ppo", "gspo", "cispo", "sapo"}
+    for name, rank in others(found):
+        for loss, expected in alone["losses"].items():
+            for metric, value in expected.items():
+                got = rank["losses"][loss][metric]
+                assert got == pytest.approx(value, rel=2e-5, abs=1e-6), (name, loss, metric)
+
+
+def test_gspo_clips_whole_responses(found):
+    """Against the ratio of each response by hand: all of its tokens are clipped, or none."""
+    (alone,) = found["alone"]
+    s, mask = alone["samples"], alone["samples"]["mask"]
+    log_ratio = torch.where(mask, s["now"] - s["old"], 0.0).sum(dim=-1)
+    ratio = (log_ratio / mask.sum(dim=-1).clamp(min=1)).exp()
+    a = alone["advantages"]["grpo"].sum(dim=-1).sign()
+    clipped = ((a > 0) & (ratio > 1.15)) | ((a < 0) & (ratio < 0.9))
+    expected = (clipped[:, None] & mask).sum() / mask.sum()
+    assert 0 < expected < 1
+    assert alone["losses"]["gspo"]["actor/pg_clipfrac"] == pytest.approx(expected.item(), abs=1e-6)
+
+
+def test_the_policy_losses_are_different_ones(found):
+    norms = [loss["norm"] for loss in found["alone"][0]["losses"].values()]
+    assert min(norms) > 1e-3
+    assert len({round(norm, 6) for norm in norms}) == len(norms)
