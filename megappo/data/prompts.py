@@ -16,14 +16,14 @@ import logging
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megappo.data.render import ChatTokenizer, check_truncation, fit, render, to_plain
+from megappo.data.parquet import File, RowGroup, read_footer, row_groups, to_dicts
+from megappo.data.render import ChatTokenizer, check_truncation, fit, render
 from megappo.errors import DataError
 from megappo.types import Prompt
 
@@ -105,7 +105,7 @@ class PromptDataset:
         """Rows in the files, usable or not."""
         self.row_groups_read = 0
         """Row groups read for prompts so far; one that is read again counts again."""
-        self._groups = list(_row_groups(self._files))
+        self._groups = list(row_groups(self._files))
         self._group_starts = [group.first_row for group in self._groups]
         self._cache: OrderedDict[int, pa.Table] = OrderedDict()
         self._max_cached = max_cached_row_groups
@@ -172,7 +172,7 @@ class PromptDataset:
         for group in self._groups:
             names = group.file.metadata.schema.to_arrow_schema().names
             columns = [n for n in ("ground_truth", "reward_model") if n in names]
-            for i, cells in enumerate(_to_dicts(group.file.read(group.index, columns=columns))):
+            for i, cells in enumerate(to_dicts(group.file.read(group.index, columns=columns))):
                 _pop_ground_truth(cells, self._where(group.first_row + i, group))
 
     def data_sources(self) -> list[str]:
@@ -198,7 +198,7 @@ class PromptDataset:
             group = self._groups[number]
             distinct = sorted(set(rows))
             table = self._table(number).take([row - group.first_row for row in distinct])
-            for row, cells in zip(distinct, _to_dicts(table), strict=True):
+            for row, cells in zip(distinct, to_dicts(table), strict=True):
                 prompts[row] = self._prompt(row, cells, group)
         return [prompts[usable[index]] for index in indices]
 
@@ -213,7 +213,7 @@ class PromptDataset:
             self._cache.popitem(last=False)
         return table
 
-    def _prompt(self, row: int, cells: dict[str, Any], group: _RowGroup) -> Prompt:
+    def _prompt(self, row: int, cells: dict[str, Any], group: RowGroup) -> Prompt:
         where = self._where(row, group)
         ids = self._ids(cells.pop(self._prompt_key, None), where)
         assert ids is not None, f"{where} was found usable and is too long"
@@ -237,7 +237,7 @@ class PromptDataset:
         """Row number and fitted ids of every row; reads the prompt column only, past the cache."""
         for group in self._groups:
             table = group.file.read(group.index, columns=[self._prompt_key])
-            for i, cells in enumerate(_to_dicts(table)):
+            for i, cells in enumerate(to_dicts(table)):
                 row = group.first_row + i
                 yield row, self._ids(cells.get(self._prompt_key), self._where(row, group))
 
@@ -245,62 +245,22 @@ class PromptDataset:
         ids = render(cell, self._tokenizer, where=where, template_args=self._template_args)
         return fit(ids, max_length=self._max_length, truncation=self._truncation, where=where)
 
-    def _where(self, row: int, group: _RowGroup) -> str:
+    def _where(self, row: int, group: RowGroup) -> str:
         return f"{self.name} row {row} ({group.file.path}, its row {row - group.file.first_row})"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _File:
-    path: Path
-    metadata: pq.FileMetaData
-    first_row: int
-
-    def read(self, group: int, columns: list[str] | None = None) -> pa.Table:
-        try:
-            with pq.ParquetFile(self.path, metadata=self.metadata) as parquet:
-                return parquet.read_row_group(group, columns=columns)
-        except (pa.ArrowInvalid, OSError) as error:
-            raise DataError(
-                f"{self.path}: row group {group} cannot be read: {error}; the file is damaged or "
-                "has changed since the start, write it again"
-            ) from error
-
-
-@dataclass(frozen=True, kw_only=True)
-class _RowGroup:
-    file: _File
-    index: int
-    """Within its file."""
-    first_row: int
-    """Over all files."""
-
-
-def _open_files(files: Files, *, prompt_key: str, name: str) -> list[_File]:
+def _open_files(files: Files, *, prompt_key: str, name: str) -> list[File]:
     paths = [Path(files)] if isinstance(files, str | Path) else [Path(f) for f in files]
     if not paths:
         raise DataError(f"{name}: at least one Parquet file is needed; set data.{name}_files")
-    opened: list[_File] = []
+    opened: list[File] = []
     first_row = 0
     for path in paths:
-        metadata = _read_footer(path, name)
+        metadata = read_footer(path, name)
         _check_columns(path, metadata, prompt_key=prompt_key, name=name)
-        opened.append(_File(path=path, metadata=metadata, first_row=first_row))
+        opened.append(File(path=path, metadata=metadata, first_row=first_row))
         first_row += metadata.num_rows
     return opened
-
-
-def _read_footer(path: Path, name: str) -> pq.FileMetaData:
-    if not path.is_file():
-        raise DataError(f"{name} file {path} does not exist; check data.{name}_files")
-    try:
-        metadata = pq.read_metadata(path)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(
-            f"{name} file {path} must be Parquet: {error}; convert it, or check data.{name}_files"
-        ) from error
-    if metadata.num_rows == 0:
-        raise DataError(f"{name} file {path} has 0 rows; remove it from data.{name}_files")
-    return metadata
 
 
 def _check_columns(path: Path, metadata: pq.FileMetaData, *, prompt_key: str, name: str) -> None:
@@ -322,20 +282,6 @@ def _has_nested_ground_truth(schema: pa.Schema) -> bool:
         return False
     kind = schema.field("reward_model").type
     return bool(pa.types.is_struct(kind) and kind.get_field_index("ground_truth") >= 0)
-
-
-def _row_groups(files: Sequence[_File]) -> Iterator[_RowGroup]:
-    for file in files:
-        first_row = file.first_row
-        for index in range(file.metadata.num_row_groups):
-            num_rows = file.metadata.row_group(index).num_rows
-            if num_rows:
-                yield _RowGroup(file=file, index=index, first_row=first_row)
-            first_row += num_rows
-
-
-def _to_dicts(table: pa.Table) -> list[dict[str, Any]]:
-    return [to_plain(cells) for cells in table.to_pylist(maps_as_pydicts="strict")]
 
 
 def _pop_ground_truth(cells: dict[str, Any], where: str) -> str:
