@@ -178,7 +178,7 @@ def _base_weights(config: Config) -> dict[str, list[dict[str, Any]]]:
     return {
         role: file_identities(sorted(Path(paths[role]).glob("*.safetensors")))
         for role, settings in (("actor", config.actor), ("critic", config.critic))
-        if settings.lora.rank
+        if settings.lora.rank and role in paths
     }
 
 
