@@ -10,11 +10,13 @@ before the config.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megappo.distributed.launcher_death import LAUNCHER_PID
 from megappo.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_USAGE
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ def start_ranks(options: Sequence[str], arguments: Sequence[str]) -> int:
 
     patience = ["--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S), "--signals-to-handle", SIGNALS]
     args = get_args_parser().parse_args([*patience, *options, "-m", "megappo.train", *arguments])
+    os.environ[LAUNCHER_PID] = str(os.getpid())
     try:
         run(args)
     except SignalException:

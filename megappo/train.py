@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from megappo.distributed.launcher_death import die_with_launcher
 from megappo.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         sys.stderr.write(USAGE + "\n")
         return EXIT_DONE if arguments else EXIT_USAGE
+    die_with_launcher()  # before torch is imported, which takes seconds
     from megappo.trainer.session import Session
 
     session = Session()

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
-import sys
 from dataclasses import dataclass
 
 from megappo.errors import UserError
@@ -95,19 +92,3 @@ def check_slurm_nodes(num_nodes: int, slurm_nodes: int) -> None:
             "alone, all in one run folder; start with launch/slurm/ppo.sbatch or launch/node.sh "
             "(docs/launch.md), or take one node (srun --nodes=1, or unset SLURM_NNODES)"
         )
-
-
-def die_with_launcher() -> None:
-    """Asks the kernel to kill this process when torchrun, its parent, is gone. Linux only.
-
-    torchrun's ranks have sessions of their own: after a SIGKILL of the launcher alone they would
-    train on, unseen, and write into the folder that the restarted run uses.
-    """
-    if "TORCHELASTIC_RUN_ID" not in os.environ or not sys.platform.startswith("linux"):
-        return
-    launcher = os.getppid()
-    result = ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if result != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != launcher:  # it died between the two calls
-        os.kill(os.getpid(), signal.SIGKILL)

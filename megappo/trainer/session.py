@@ -21,7 +21,6 @@ from megappo.distributed import parallel
 from megappo.distributed.environment import (
     LaunchEnvironment,
     check_slurm_nodes,
-    die_with_launcher,
 )
 from megappo.distributed.node_agreement import NodeAgreement
 from megappo.distributed.node_facts import gather_facts
@@ -68,7 +67,6 @@ class Session:
             GuardStop, StopRequested: see `Run.fit`.
         """
         launch = self._launch = LaunchEnvironment.read()
-        die_with_launcher()
         config = load(config_path, overrides)
         check_slurm_nodes(launch.num_nodes, launch.slurm_nodes)
         agreement = self._meet_nodes(config, launch) if launch.num_nodes > 1 else None
