@@ -19,4 +19,6 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 python="$root/.venv/bin/python"
 if [ ! -x "$python" ]; then python=python3; fi # a container that has megappo installed
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# Of a peer that ended the C++ side logs a stack per call; the run's own message comes after them.
+export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"
 exec "$python" -m megappo.node "$@"

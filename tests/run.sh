@@ -17,6 +17,8 @@ stage "lint"
 "$bin/ruff" format --check .
 stage "types"
 "$bin/mypy"
+stage "system packages"
+bash tests/install_system.sh
 stage "unit tests"
 run_tests tests/unit -n 2 -q "$@"
 stage "distributed tests (gloo ranks)"

@@ -73,6 +73,7 @@ class NodeAgreement:
         """
         launch, store = self._launch, self.store
         if launch.local_rank == 0:
+            store.set(f"restarts/{launch.node}", str(launch.restarts))
             store.set(f"facts/{launch.node}", facts.to_json())
         if launch.rank == 0:
             keys = [f"facts/{node}" for node in range(launch.num_nodes)]
@@ -89,6 +90,14 @@ class NodeAgreement:
         return (
             f"{launch.num_nodes}, alike: config and versions {settings_digest(facts)}, {versions}"
         )
+
+    def restarts(self) -> int:
+        """How often the ranks were started again, for rank 0; after `compare`.
+
+        torchrun counts on the node whose rank failed alone: the largest count is taken.
+        """
+        told = [self.store.get(f"restarts/{node}") for node in range(self._launch.num_nodes)]
+        return max(map(int, told))
 
     @contextmanager
     def all_or_none(self, *, wait_s: float) -> Iterator[None]:

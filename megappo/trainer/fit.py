@@ -98,6 +98,8 @@ class Run:
         if checkpoint is not None:
             self._resume(checkpoint)
             responder.apply_adjustments()
+        elif self.restarts:
+            self._event("restarted", 0, restarts=self.restarts)
         self._answer_old_out_of_memory(responder)
         responder.keep(trainer.step_number)
         self._enter("sync")

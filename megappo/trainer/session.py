@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -120,6 +121,8 @@ class Session:
         )
         agreement = NodeAgreement.join(launch, host=facts.host, wait_s=wait_s)
         self._say(f"nodes      {agreement.compare(facts, wait_s=wait_s)}; gloo on {interface}")
+        if launch.rank == 0:
+            self._launch = replace(launch, restarts=agreement.restarts())
         return agreement
 
     @staticmethod

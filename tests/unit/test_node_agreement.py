@@ -2,6 +2,7 @@
 
 import datetime
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
@@ -81,6 +82,16 @@ def test_nodes_that_are_alike_go_on(server):
     found = all_ranks(server, lambda *a: agreement(*a).compare(facts(a[0]), wait_s=10))
     assert len(set(found)) == 1
     assert found[0].startswith("2, alike: config and versions")
+
+
+def test_the_restarts_of_the_node_that_counts_most_are_taken(server):
+    def restarts(launch, store):
+        launch = replace(launch, restarts=3 * launch.node)
+        met = agreement(launch, store)
+        met.compare(facts(launch), wait_s=10)
+        return met.restarts()
+
+    assert all_ranks(server, restarts)[0] == 3
 
 
 def test_all_ranks_learn_which_node_is_odd(server):
