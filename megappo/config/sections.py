@@ -266,6 +266,16 @@ class TrainerSection:
         0, "steps in which the critic alone is trained", verl="trainer.critic_warmup"
     )
     rollouts_per_step: int = opt(32, "samples written to rollouts/ a step; -1: all; 0: none")
+    rollout_tokens_per_sample: int = opt(
+        512, "tokens of each such sample whose text and log-prob are written too; 0: none"
+    )
+    profile_steps: list[int] = opt(
+        [], "steps of which each rank writes a trace of PyTorch's profiler, to profile/",
+        verl="global_profiler.steps",
+    )  # fmt: skip
+    profile_max_gb: float = opt(
+        4.0, "growth of a rank's host memory, in GiB, at which its trace ends early"
+    )
     distributed_timeout_s: float = opt(
         1800.0,
         "a collective that takes longer has failed; in one, ranks wait for the slowest generation",
@@ -280,6 +290,10 @@ class TrainerSection:
     def __post_init__(self) -> None:
         p = Problems()
         p.require(bool(self.run_dir), "run_dir", self.run_dir, "name a folder")
+        p.require(
+            all(step >= 1 for step in self.profile_steps), "profile_steps", self.profile_steps,
+            "steps count from 1",
+        )  # fmt: skip
         p.require(self.seed < 2**32, "seed", self.seed, "it must be under 2^32")
         p.not_negative(
             seed=self.seed,
@@ -287,12 +301,14 @@ class TrainerSection:
             test_freq=self.test_freq,
             save_freq=self.save_freq,
             critic_warmup=self.critic_warmup,
+            rollout_tokens_per_sample=self.rollout_tokens_per_sample,
             max_wall_time_s=self.max_wall_time_s,
         )
         p.positive(
             total_epochs=self.total_epochs,
             distributed_timeout_s=self.distributed_timeout_s,
             node_wait_s=self.node_wait_s,
+            profile_max_gb=self.profile_max_gb,
         )
         p.require(
             self.rollouts_per_step >= -1, "rollouts_per_step", self.rollouts_per_step, "-1 or more"

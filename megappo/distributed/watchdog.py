@@ -32,8 +32,10 @@ import torch.distributed as dist
 from megappo.distributed.parallel import ParallelContext, all_gather_objects, barrier
 from megappo.errors import EXIT_FAILED
 
-EXCUSED = ("start", "resume", "generate", "score", "sleep", "sync", "validate", "save", "export")
-"""Phases that wait for engines and rewards."""
+EXCUSED = (
+    "start", "resume", "generate", "score", "sleep", "sync", "validate", "save", "export", "profile"
+)  # fmt: skip
+"""Phases that wait for engines, rewards and files."""
 
 _REPORT_S = 30.0
 """What writing a report gets before the ranks end without one."""

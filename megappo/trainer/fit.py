@@ -31,6 +31,7 @@ from megappo.trainer.evaluate import Evaluator
 from megappo.trainer.guard import StepAbandoned
 from megappo.trainer.out_of_memory import MemoryLost, OutOfMemoryNotes
 from megappo.trainer.ppo_trainer import PPOTrainer
+from megappo.trainer.profiler import StepProfiler
 from megappo.trainer.records import Records
 from megappo.trainer.response import Responder
 from megappo.trainer.saver import Saver
@@ -55,6 +56,7 @@ class Run:
     saver: Saver
     loggers: Sequence[Logger]
     records: Records | None
+    profiler: StepProfiler
     tokenizer: Any
     total_steps: int
     changes: Sequence[str]
@@ -143,7 +145,10 @@ class Run:
         metrics: dict[str, float] = {}
         given_up: StepAbandoned | MemoryLost | None = None
         try:
-            metrics |= trainer.step(may_stop=self._stop_here)
+            with self.profiler.recording(trainer.step_number + 1):
+                metrics |= trainer.step(may_stop=self._stop_here)
+                if trainer.step_number in self.profiler.steps:
+                    self._enter("profile")
             step = trainer.step_number
             every = self.config.trainer.test_freq
             if self._due(step, every) or (step == self.total_steps and every > 0):

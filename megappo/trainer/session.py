@@ -35,6 +35,7 @@ from megappo.trainer.fit import Run, checkpoint_state, export_folder
 from megappo.trainer.output import Screen, redirect_to
 from megappo.trainer.ppo_trainer import PPOTrainer
 from megappo.trainer.preflight import Preflight, preflight
+from megappo.trainer.profiler import StepProfiler
 from megappo.trainer.records import Records
 from megappo.trainer.saver import Saver
 from megappo.trainer.servers import check_servers
@@ -223,8 +224,13 @@ class Session:
         loggers: list[Logger] = []
         if context.is_main:
             self._say(f"ready      models and engines up in {time.perf_counter() - started:.0f} s")
-            records = Records(run_dir, rollouts_per_step=config.trainer.rollouts_per_step)
+            records = Records(
+                run_dir,
+                rollouts_per_step=config.trainer.rollouts_per_step,
+                tokens_per_sample=config.trainer.rollout_tokens_per_sample,
+            )
             loggers = self._make_loggers(config, found, run_dir, records)
+        profiler = self._make_profiler(config, context, records)
         run = Run(
             config=config,
             trainer=trainer,
@@ -232,6 +238,7 @@ class Session:
             saver=self._make_saver(config, found, trainer, records),
             loggers=loggers,
             records=records,
+            profiler=profiler,
             tokenizer=found.tokenizer,
             total_steps=found.total_steps,
             changes=found.changes,
@@ -240,7 +247,7 @@ class Session:
             local_world_size=self._launch.local_world_size,
             restarts=self._launch.restarts,
         )
-        self._let_watch(trainer, Status(run_dir if context.is_main else None))
+        self._let_watch(trainer, Status(run_dir if context.is_main else None), profiler)
         try:
             run.fit(found.checkpoint)
         finally:
@@ -270,7 +277,24 @@ class Session:
             event=records.event if records is not None else _no_event,
         )
 
-    def _let_watch(self, trainer: PPOTrainer, status: Status) -> None:
+    def _make_profiler(
+        self, config: Config, context: ParallelContext, records: Records | None
+    ) -> StepProfiler:
+        def report(step: int, text: str, details: dict[str, Any]) -> None:
+            if records is not None:
+                self._say(f"profile    step {step}: {text}")
+                records.event("profiled", step, **details)
+
+        return StepProfiler(
+            steps=frozenset(config.trainer.profile_steps),
+            folder=Path(config.trainer.run_dir) / "profile",
+            rank=context.rank,
+            device=context.device,
+            max_gb=config.trainer.profile_max_gb,
+            report=report,
+        )
+
+    def _let_watch(self, trainer: PPOTrainer, status: Status, profiler: StepProfiler) -> None:
         """Phases and forward passes of all models move the watchdog's count."""
         watchdog = self._watchdog
         assert watchdog is not None
@@ -278,12 +302,17 @@ class Session:
         def enter(step: int, phase: str) -> None:
             watchdog.enter(step, phase)
             status.enter(phase, step)
+            profiler.watch()
+
+        def pass_begins(module: object, inputs: object) -> None:
+            watchdog.move()
+            profiler.watch()
 
         trainer.on_phase = enter
         reference = [] if trainer.reference is None else [trainer.reference.network]
         for network in (*trainer.networks.values(), *reference):
             for chunk in network.chunks:
-                chunk.register_forward_pre_hook(lambda module, inputs: watchdog.move())
+                chunk.register_forward_pre_hook(pass_begins)
 
     def _stop_requested(self, max_wall_time_s: float) -> str:
         """Why this rank should stop, or nothing."""

@@ -25,7 +25,7 @@ class Status:
         """From now on the run works on `step`, in this phase.
 
         Args:
-            phase: one of `stopwatch.PHASES`, or `report`, `validate`, `resume`, `save`,
+            phase: one of `stopwatch.PHASES`, or `report`, `profile`, `validate`, `resume`, `save`,
                 `export`, `done`.
             step: number of the step that is worked on, the last one after it is done.
         """
