@@ -26,6 +26,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megappo", "megappo.*"]),
+    package_data={"megappo.report": ["*.html", "*.css", "*.js"]},
     extras_require={name: pins(f"{name}.txt") for name in ("cpu", "gpu", "dev", "tracking")},
     entry_points={
         "console_scripts": ["megappo = megappo.cli:main"],

@@ -1,4 +1,4 @@
-"""The `megappo` command: `check`, `convert`, `data`. Thin: the work is done elsewhere."""
+"""The `megappo` command: `check`, `convert`, `report`, `data`. Thin: the work is done elsewhere."""
 
 from __future__ import annotations
 
@@ -55,6 +55,16 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
 
         add_arguments(convert)
 
+    report = commands.add_parser("report", help="a run, or several, as one HTML file")
+    report.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
+    report.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="RUN_DIR/report.html of the first run if not given",
+    )
+    report.set_defaults(run=_report)
+
     data = commands.add_parser("data", help="make Parquet files of prompts")
     kinds = data.add_subparsers(required=True, metavar="KIND")
     gsm8k = kinds.add_parser("gsm8k", help="GSM8K's JSON lines to Parquet")
@@ -98,6 +108,17 @@ def _check(args: argparse.Namespace) -> int:
         f"data       {len(found.train_set)} train rows, {found.total_steps} steps\n"
         f"ok         {args.config}\n"
     )
+    return EXIT_DONE
+
+
+def _report(args: argparse.Namespace) -> int:
+    from megappo.report.page import write_report
+
+    output = args.output or args.runs[0] / "report.html"
+    for note in write_report(args.runs, output):
+        sys.stdout.write(f"note       {note}\n")
+    size_mb = output.stat().st_size / 1e6
+    sys.stdout.write(f"report     {output} ({size_mb:.1f} MB; open it in a browser)\n")
     return EXIT_DONE
 
 

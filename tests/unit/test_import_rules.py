@@ -19,6 +19,7 @@ LEVEL = {
     "checkpoint": 3,
     "loggers": 3,
     "planner": 3.5,
+    "report": 4,
     "trainer": 4,
     "train": 5,
     "cli": 5,

@@ -1,6 +1,7 @@
 """Real wandb (offline) and real MLflow (file store), read back from what they wrote."""
 
 import io
+import os
 import struct
 
 import pytest
@@ -76,6 +77,7 @@ def test_wandb_offline_has_each_step_once_also_after_a_resume_and_a_roll_back(tm
 
 
 def mlflow_runs(run_dir):
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # as the logger does in its process
     client = MlflowClient(tracking_uri=(run_dir / "mlruns").as_uri())
     experiment = client.get_experiment_by_name("sums")
     return client, client.search_runs([experiment.experiment_id])
