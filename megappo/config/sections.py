@@ -18,6 +18,7 @@ from megappo.config.learning import (
     CriticSection,
     ReferenceSection,
 )
+from megappo.config.rewards import RewardSection
 from megappo.config.tracking import TrackingSection
 
 A = "actor_rollout_ref.actor."
@@ -214,26 +215,6 @@ class RolloutSection:
             "a token id is 0 or more",
         )  # fmt: skip
         p.within(0.05, 0.95, gpu_memory_utilization=self.gpu_memory_utilization)
-        p.done()
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardSection:
-    """Rewards are chosen by each row's `data_source`."""
-
-    gsm8k_method: Literal["strict", "flexible"] = opt(
-        "strict", "strict needs '#### N'; flexible falls back to the last number"
-    )
-    num_threads: int = opt(4, "responses scored at once on a rank", verl="reward_model.num_workers")
-    max_error_rate: float = opt(
-        0.05,
-        "share of a step's responses, over all ranks, whose reward may fail before the run stops",
-    )
-
-    def __post_init__(self) -> None:
-        p = Problems()
-        p.positive(num_threads=self.num_threads)
-        p.within(0, 1, max_error_rate=self.max_error_rate)
         p.done()
 
 

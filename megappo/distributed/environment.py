@@ -7,9 +7,6 @@ from dataclasses import dataclass
 
 from megappo.errors import UserError
 
-_PR_SET_PDEATHSIG = 1
-"""Linux's prctl option: the signal that this process gets when its parent ends."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchEnvironment:

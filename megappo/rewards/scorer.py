@@ -1,27 +1,38 @@
-"""Scores a batch of responses with the reward of each row, and never hides a reward that fails.
+"""Scores responses with the rewards of their rows, and never hides a reward that fails.
 
 A reward that raises, or returns anything but a finite number, scores that response 0 and is counted
 in `ScoreResult.errors`; above `max_error_rate` the batch is refused, for a policy that trains on
-failures of its verifier learns nothing true. Not here: time limits. A thread cannot be stopped
-from outside, so a reward that may hang brings its own limit and raises `RewardTimeoutError`, as
-math does.
+failures of its verifier learns nothing true. Rewards run in threads, and those that may hang in
+processes that can be killed; a reward of a plug-in that runs in a thread brings its own time limit.
+
+A `Scoring` takes responses as they come, in any order, and gives the same result as if they had
+all come at once: which samples share a call of a group reward follows from their numbers.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import threading
 import traceback
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
 
-from megappo.errors import UserError
+from megappo.config.rewards import RewardSection
 from megappo.registry import Registry
-from megappo.rewards import REWARDS, resolve
-from megappo.rewards.base import RewardFactory, RewardFunction, RewardTimeoutError, Sample
+from megappo.rewards import REWARDS, Term, resolve
+from megappo.rewards.base import (
+    ForeignRewardError,
+    GroupReward,
+    Reward,
+    RewardFactory,
+    RewardHungError,
+    RewardTimeoutError,
+    Sample,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -31,128 +42,262 @@ class ScoreResult:
     """Scores of one batch on this rank, and what went wrong. B samples."""
 
     scores: list[float]
-    """[B] in the order of the batch; 0 where the reward failed or gave up."""
+    """[B] in the order of the batch: weighted sums, 0 for a part that failed or gave up."""
     errors: int
-    """Samples whose reward raised or returned no finite number; sums over ranks."""
+    """Samples of which a reward raised or returned no finite number; sums over ranks."""
     timeouts: int
-    """Samples whose reward gave up on time or memory; sums over ranks, not part of `errors`."""
+    """Samples of which a reward was over its limit of time or memory; sums over ranks."""
     per_source: dict[str, tuple[float, int]]
     """data_source -> (sum of scores, samples), failed ones included; sums over ranks."""
+    per_part: dict[tuple[str, str], tuple[float, int]]
+    """(data_source, label) -> (sum without weight, samples), failed ones left out."""
 
     @property
     def error_rate(self) -> float:
-        """Failed share, errors / B; 0 for an empty batch. The metric `reward_error`."""
+        """Failed share, errors / B; 0 for an empty batch."""
         return self.errors / max(len(self.scores), 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Outcome:
+    """Of one term of one sample."""
+
     score: float = 0.0
     error: Exception | None = None
     timed_out: bool = False
 
 
 class Scorer:
-    """Runs reward functions over batches, in threads if asked; keeps them between batches."""
+    """Builds rewards when their data_source first appears, and keeps them between batches."""
 
     def __init__(
         self,
+        settings: RewardSection,
         *,
-        num_threads: int,
-        max_error_rate: float,
-        method: str = "strict",
+        max_error_rate: float | None = None,
         registry: Registry[RewardFactory] = REWARDS,
     ) -> None:
-        """Checks the settings; rewards are built when their data_source first appears.
+        """Builds nothing yet.
 
         Args:
-            num_threads: Reward functions at once; 1 runs them in the calling thread. More help
-                rewards that wait (a subprocess, a server), not those that compute in Python.
-            max_error_rate: Share of failed rewards in one batch of this rank, above which `score`
-                raises; 0 allows none, 1 any number.
-            method: See `megappo.rewards.resolve`.
+            settings: Rewards by data_source, threads, limits.
+            max_error_rate: Share of failed samples in one batch of this rank, above which `result`
+                raises; 0 allows none, 1 any number. None: that of the settings.
             registry: See `megappo.rewards.resolve`.
-
-        Raises:
-            UserError: If a number is out of range.
         """
-        if num_threads < 1:
-            raise UserError(f"reward.num_threads must be at least 1, got {num_threads}")
-        if not 0.0 <= max_error_rate <= 1.0:
-            raise UserError(
-                f"reward.max_error_rate must be a share from 0 to 1, got {max_error_rate}"
-            )
-        self._num_threads = num_threads
-        self._max_error_rate = max_error_rate
-        self._method = method
+        self.settings = settings
+        self.max_error_rate = settings.max_error_rate if max_error_rate is None else max_error_rate
         self._registry = registry
-        self._functions: dict[str, RewardFunction] = {}
-        self._logged: set[tuple[str, str, str]] = set()
+        self._terms: dict[str, tuple[Term, ...]] = {}
+        self._threads: ThreadPoolExecutor | None = None
+        self._logged: set[tuple[str, str, str, str]] = set()
 
-    def score(self, batch: Sequence[Sample]) -> ScoreResult:
+    def score(
+        self, batch: Sequence[Sample | tuple[str, str, str, dict[str, object]]]
+    ) -> ScoreResult:
         """The score of each sample, in order.
-
-        Args:
-            batch: [B] of (data_source, response, ground_truth, extra_info).
 
         Raises:
             DataError: If a data_source is empty or unknown.
-            RuntimeError: If more than `max_error_rate` of the rewards failed.
+            RuntimeError: If more than `max_error_rate` of the samples failed.
         """
-        self._build({sample[0] for sample in batch})
-        outcomes = self._run(batch)
-        self._report(batch, outcomes)
-        per_source: dict[str, tuple[float, int]] = {}
-        for sample, outcome in zip(batch, outcomes, strict=True):
-            total, count = per_source.get(sample[0], (0.0, 0))
-            per_source[sample[0]] = (total + outcome.score, count + 1)
-        return ScoreResult(
-            scores=[outcome.score for outcome in outcomes],
-            errors=sum(outcome.error is not None for outcome in outcomes),
-            timeouts=sum(outcome.timed_out for outcome in outcomes),
-            per_source=per_source,
-        )
+        samples = [Sample(*sample) for sample in batch]
+        scoring = self.begin([sample.data_source for sample in samples])
+        for number, sample in enumerate(samples):
+            scoring.put(number, sample)
+        return scoring.result()
 
-    def _build(self, data_sources: set[str]) -> None:
-        new = data_sources - self._functions.keys()
-        self._functions |= resolve(new, method=self._method, registry=self._registry)
+    def begin(self, data_sources: Sequence[str]) -> Scoring:
+        """A batch of samples of these sources, to be put one by one.
 
-    def _run(self, batch: Sequence[Sample]) -> list[_Outcome]:
-        if self._num_threads == 1:
-            return [self._score_one(sample) for sample in batch]
-        with ThreadPoolExecutor(self._num_threads, thread_name_prefix="reward") as pool:
-            return list(pool.map(self._score_one, batch))
+        Raises:
+            DataError: If a data_source is empty or unknown.
+        """
+        new = set(data_sources) - self._terms.keys()
+        self._terms |= resolve(new, self.settings, registry=self._registry)
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(
+                self.settings.num_threads, thread_name_prefix="reward"
+            )
+        return Scoring(self, [self._terms[source] for source in data_sources], self._threads)
 
-    def _score_one(self, sample: Sample) -> _Outcome:
-        data_source, response, ground_truth, extra_info = sample
-        try:
-            value = self._functions[data_source](response, ground_truth, extra_info)
-            return _Outcome(score=_checked(value))
-        except RewardTimeoutError:
-            return _Outcome(timed_out=True)
-        except Exception as error:
-            # Any exception: rewards are plug-ins. It is counted, logged and limited in `_report`.
-            return _Outcome(error=error)
+    def report(
+        self, samples: Sequence[Sample], failed: Sequence[tuple[int, str, Exception]]
+    ) -> None:
+        """Logs each cause once. `failed`: number of the sample, label of the reward, error.
 
-    def _report(self, batch: Sequence[Sample], outcomes: Sequence[_Outcome]) -> None:
-        failed = [(row, o.error) for row, o in enumerate(outcomes) if o.error is not None]
-        for row, error in failed:
+        Raises:
+            RuntimeError: If more than `max_error_rate` of the samples failed.
+        """
+        for number, label, error in failed:
+            source = samples[number].data_source
             # Not by message: one that quotes its row would be logged for every row.
-            cause = (batch[row][0], type(error).__name__, _place(error))
+            cause = (source, label, type(error).__name__, _place(error))
             if cause not in self._logged:
                 self._logged.add(cause)
                 _log.warning(
-                    "reward of data_source %r failed, sample scored 0 (logged once): %s",
-                    batch[row][0],
+                    "reward %r of data_source %r failed, sample scored 0 (logged once): %s",
+                    label,
+                    source,
                     _describe(error),
                 )
-        if failed and len(failed) / len(batch) > self._max_error_rate:
-            row, error = failed[0]
+        rows = {number for number, _, _ in failed}
+        if failed and len(rows) / len(samples) > self.max_error_rate:
+            number, label, error = failed[0]
             raise RuntimeError(
-                f"{len(failed)} of {len(batch)} rewards failed, above reward.max_error_rate "
-                f"{self._max_error_rate}; the first is sample {row}, data_source "
-                f"{batch[row][0]!r}: {_describe(error)}. Mend the reward or this row's ground truth"
+                f"{len(rows)} of {len(samples)} rewards failed, above reward.max_error_rate "
+                f"{self.max_error_rate}; the first is sample {number}, data_source "
+                f"{samples[number].data_source!r}, reward {label!r}: {_describe(error)}. Mend the "
+                "reward or this row's ground truth"
             ) from error
+
+
+@dataclass(kw_only=True)
+class _Call:
+    """What one call of a reward scores: one sample, or a group of them."""
+
+    reward: Reward
+    members: tuple[tuple[int, str], ...]
+    """number of a sample, and label of the term that is scored"""
+    future: Future[list[_Outcome]] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.future is not None and self.future.done()
+
+
+class Scoring:
+    """One batch on its way: `put` each sample once it is there, from any thread, then `result`."""
+
+    def __init__(
+        self, scorer: Scorer, terms: Sequence[tuple[Term, ...]], threads: ThreadPoolExecutor
+    ) -> None:
+        """Waits for samples.
+
+        Args:
+            scorer: Takes the failures.
+            terms: Of each sample.
+            threads: Run the rewards.
+        """
+        self._scorer, self._terms, self._threads = scorer, terms, threads
+        self._samples: dict[int, Sample] = {}
+        self._lock = threading.Lock()
+        self._calls = list(_calls(terms))
+        self._of_sample: dict[int, list[_Call]] = {number: [] for number in range(len(terms))}
+        for call in self._calls:
+            for number, _ in call.members:
+                self._of_sample[number].append(call)
+
+    def put(self, number: int, sample: Sample) -> None:
+        """Sample `number` is there; its rewards start. The same sample again changes nothing."""
+        with self._lock:
+            if self._samples.get(number) == sample:
+                return
+            self._samples[number] = sample
+            for call in self._of_sample[number]:
+                if all(n in self._samples for n, _ in call.members):
+                    samples = [self._samples[n] for n, _ in call.members]
+                    call.future = self._threads.submit(_run, call.reward, samples)
+
+    @property
+    def num_done(self) -> int:
+        """Samples whose score is known by now."""
+        with self._lock:
+            return sum(all(c.is_done for c in calls) for calls in self._of_sample.values())
+
+    def result(self) -> ScoreResult:
+        """Waits for every reward.
+
+        Raises:
+            RuntimeError: If more than `max_error_rate` of the samples failed.
+        """
+        assert len(self._samples) == len(self._terms), "every sample is put before the result"
+        outcomes: dict[tuple[int, str], _Outcome] = {}
+        for call in self._calls:
+            assert call.future is not None
+            outcomes.update(zip(call.members, call.future.result(), strict=True))
+        samples = [self._samples[number] for number in range(len(self._terms))]
+        failed = [
+            (number, label, outcome.error)
+            for (number, label), outcome in sorted(outcomes.items(), key=lambda item: item[0])
+            if outcome.error is not None
+        ]
+        self._scorer.report(samples, failed)
+        return self._summed(samples, outcomes)
+
+    def _summed(
+        self, samples: Sequence[Sample], outcomes: Mapping[tuple[int, str], _Outcome]
+    ) -> ScoreResult:
+        scores: list[float] = []
+        per_source: dict[str, tuple[float, int]] = {}
+        per_part: dict[tuple[str, str], tuple[float, int]] = {}
+        for number, (sample, terms) in enumerate(zip(samples, self._terms, strict=True)):
+            total = 0.0
+            for term in terms:
+                outcome = outcomes[number, term.label]
+                total += term.weight * outcome.score
+                if outcome.error is None:
+                    part = (sample.data_source, term.label)
+                    per_part[part] = _added(per_part.get(part), outcome.score)
+            scores.append(total)
+            per_source[sample.data_source] = _added(per_source.get(sample.data_source), total)
+        return ScoreResult(
+            scores=scores,
+            errors=len({n for (n, _), o in outcomes.items() if o.error is not None}),
+            timeouts=len({n for (n, _), o in outcomes.items() if o.timed_out}),
+            per_source=per_source,
+            per_part=per_part,
+        )
+
+
+def _calls(terms: Sequence[tuple[Term, ...]]) -> Iterator[_Call]:
+    """Which samples are scored together: decided by their numbers, not by when they come."""
+    together: dict[int, tuple[GroupReward, list[tuple[int, str]]]] = {}
+    for number, of_sample in enumerate(terms):
+        for term in of_sample:
+            if isinstance(term.reward, GroupReward):
+                _, members = together.setdefault(id(term.reward), (term.reward, []))
+                members.append((number, term.label))
+            else:
+                yield _Call(reward=term.reward, members=((number, term.label),))
+    for reward, members in together.values():
+        size = reward.group_size or len(members)
+        for start in range(0, len(members), size):
+            yield _Call(reward=reward, members=tuple(members[start : start + size]))
+
+
+def _added(pair: tuple[float, int] | None, value: float) -> tuple[float, int]:
+    total, count = pair or (0.0, 0)
+    return total + value, count + 1
+
+
+def _run(reward: Reward, samples: Sequence[Sample]) -> list[_Outcome]:
+    """Any exception counts: rewards are plug-ins. They are counted, logged and limited."""
+    if isinstance(reward, GroupReward):
+        try:
+            found = reward.score(samples)
+            if len(found) != len(samples):
+                raise ValueError(f"{len(found)} scores came back for {len(samples)} samples")
+        except Exception as error:
+            return [_outcome(error)] * len(samples)
+        return [_outcome(value) for value in found]
+    (sample,) = samples
+    info = {**sample.extra_info, "data_source": sample.data_source}
+    try:
+        return [_outcome(reward(sample.response, sample.ground_truth, info))]
+    except Exception as error:
+        return [_outcome(error)]
+
+
+def _outcome(value: object) -> _Outcome:
+    if isinstance(value, RewardTimeoutError):
+        return _Outcome(score=value.score, timed_out=True)
+    if isinstance(value, Exception):
+        return _Outcome(error=value, timed_out=isinstance(value, RewardHungError))
+    try:
+        return _Outcome(score=_checked(value))
+    except (TypeError, ValueError) as error:
+        return _Outcome(error=error)
 
 
 def _checked(value: object) -> float:
@@ -168,10 +313,15 @@ def _checked(value: object) -> float:
 
 
 def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error} ({_place(error)})"
+    name = "" if isinstance(error, ForeignRewardError) else f"{type(error).__name__}: "
+    return f"{name}{error} ({_place(error)})"
 
 
 def _place(error: Exception) -> str:
     """`file:line in function` of where the error was raised."""
-    raised_at = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{Path(raised_at.filename).name}:{raised_at.lineno} in {raised_at.name}"
+    if isinstance(error, ForeignRewardError):
+        return error.place
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return "in its answer"
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name}"

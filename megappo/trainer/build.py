@@ -121,9 +121,7 @@ def make_collector(
     config: Config, found: Preflight, context: ParallelContext, rollouts: RolloutWorker
 ) -> Collector:
     """Where a step's samples come from."""
-    scorer = BatchScorer(
-        scorer=make_scorer(config), context=context, max_error_rate=config.reward.max_error_rate
-    )
+    scorer = BatchScorer(scorer=make_scorer(config), sources=found.train_sources, context=context)
     source = DrawnSource(
         context=context,
         dataset=found.train_set,
@@ -200,8 +198,10 @@ def make_corrector(config: Config) -> Corrector | None:
     return Corrector(weigh=weigh, reject=reject) if weigh or reject else None
 
 
-def build_evaluator(config: Config, found: Preflight, context: ParallelContext) -> Evaluator | None:
-    """Validation, where there are files for it."""
+def build_evaluator(
+    config: Config, found: Preflight, context: ParallelContext, scorer: Scorer
+) -> Evaluator | None:
+    """Validation, where there are files for it; with the rewards of training."""
     if found.val_set is None:
         return None
     val = config.rollout.val
@@ -218,19 +218,14 @@ def build_evaluator(config: Config, found: Preflight, context: ParallelContext) 
             stop_token_ids=_stop_token_ids(config),
         ),
         n=val.n,
-        scorer=make_scorer(config),
-        max_error_rate=config.reward.max_error_rate,
+        scorer=scorer,
         context=context,
     )
 
 
 def make_scorer(config: Config) -> Scorer:
-    """Rewards by data_source."""
-    return Scorer(
-        num_threads=config.reward.num_threads,
-        max_error_rate=1.0,  # decided over all ranks, by `check_error_rate`
-        method=config.reward.gsm8k_method,
-    )
+    """Rewards by data_source. Too many failures are decided over all ranks: `check_error_rate`."""
+    return Scorer(config.reward, max_error_rate=1.0)
 
 
 def build_network(

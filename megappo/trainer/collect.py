@@ -68,7 +68,10 @@ class DrawnSource:
     mini_batch_prompts: int
     """over all DP ranks"""
 
-    means: Sequence[str] = BatchScorer.MEANS
+    @property
+    def means(self) -> Sequence[str]:
+        """See `Source`."""
+        return self.scorer.means
 
     def collect(self, scope: StepScope) -> RolloutBatch:
         """See `Source`."""

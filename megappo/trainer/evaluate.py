@@ -15,10 +15,11 @@ from megappo.distributed.parallel import ParallelContext
 from megappo.rewards.scorer import Scorer
 from megappo.rollout.sampling import SamplingSettings
 from megappo.rollout.worker import RolloutWorker
-from megappo.trainer.scoring import check_error_rate
+from megappo.trainer.scoring import add_parts, check_error_rate, part_metrics, sample_of
 from megappo.types import Completion, Prompt
 
 ROWS_AT_ONCE = 1024
+_FAILURES = ("val/reward_error", "val/reward_timeout_rate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,36 +31,37 @@ class Evaluator:
     sampling: SamplingSettings
     n: int
     scorer: Scorer
-    max_error_rate: float
     context: ParallelContext
 
     def run(self, rollouts: RolloutWorker) -> Mapping[str, float]:
-        """`val/score/mean`, the same by data source, lengths, rows. Collective over the world."""
+        """`val/score/mean`, the same by data source and reward, lengths, rows.
+
+        Collective over the world.
+        """
         tally = Tally()
-        means = ["val/score/mean", "val/response_length/mean", "val/reward_error"]
+        means = ["val/score/mean", "val/response_length/mean", *_FAILURES]
+        parts = part_metrics(self.scorer.settings, self.sources).values()
         tally.declare(means + [_by_source(s) for s in self.sources])
+        tally.declare(f"val/reward/{part}" for part in parts)
         context = self.context
         for rows in blocks(len(self.dataset), rank=context.rank, world_size=context.world_size):
             prompts = self.dataset.rows(rows)
             self._score(prompts, rollouts.answer(prompts, self.sampling, self.n), tally)
         reduced = dict(reduce_tally(tally, self.context))
-        check_error_rate(reduced["val/reward_error"], self.max_error_rate)
+        check_error_rate(reduced["val/reward_error"], self.scorer.settings.max_error_rate)
         reduced["val/rows"] = float(len(self.dataset))
         return reduced
 
     def _score(self, prompts: list[Prompt], answers: list[Completion], tally: Tally) -> None:
         asked = [p for p in prompts for _ in range(self.n)]
-        result = self.scorer.score(
-            [
-                (p.data_source, a.text, p.ground_truth, p.extra_info)
-                for p, a in zip(asked, answers, strict=True)
-            ]
-        )
+        result = self.scorer.score(list(map(sample_of, asked, answers)))
         for prompt, answer, score in zip(asked, answers, result.scores, strict=True):
             tally.add("val/score/mean", score, 1)
             tally.add(_by_source(prompt.data_source), score, 1)
             tally.add("val/response_length/mean", len(answer.token_ids), 1)
-        tally.add("val/reward_error", result.errors, len(answers))
+        for name, count in zip(_FAILURES, (result.errors, result.timeouts), strict=True):
+            tally.add(name, count, len(answers))
+        add_parts(tally, result, "val/reward/")
 
 
 def blocks(num_rows: int, *, rank: int, world_size: int) -> list[range]:

@@ -112,7 +112,7 @@ def preflight(
     val_set = _dataset(config, tokenizer, "val") if config.data.val_files else None
     train_sources = tuple(train_set.data_sources())
     val_sources = tuple(val_set.data_sources()) if val_set else ()
-    resolve({*train_sources, *val_sources}, method=config.reward.gsm8k_method)
+    resolve({*train_sources, *val_sources}, config.reward)
     sampler = PromptSampler(
         len(train_set),
         batch_size=config.data.train_batch_size,

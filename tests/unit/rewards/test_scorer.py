@@ -7,17 +7,18 @@ import time
 import numpy as np
 import pytest
 
+from megappo.config.rewards import RewardSection
 from megappo.errors import DataError, UserError
 from megappo.registry import Registry
-from megappo.rewards import REWARDS, resolve
-from megappo.rewards.base import RewardTimeoutError
+from megappo.rewards import REWARDS, Term, resolve
+from megappo.rewards.base import GroupReward, RewardTimeoutError, Sample
 from megappo.rewards.scorer import Scorer
 
 
 def registry_of(**functions):
-    registry = Registry("data_source")
+    registry = Registry("reward")
     for name, function in functions.items():
-        registry.register(name)(lambda *, method, function=function: function)
+        registry.register(name)(lambda settings, function=function: function)
     return registry
 
 
@@ -37,7 +38,7 @@ def samples(count, source="toy"):
 
 def scorer(function, **settings):
     settings = {"num_threads": 1, "max_error_rate": 0.5} | settings
-    return Scorer(registry=registry_of(toy=function), **settings)
+    return Scorer(RewardSection(**settings), registry=registry_of(toy=function))
 
 
 @pytest.mark.parametrize("num_threads", [1, 4])
@@ -47,7 +48,7 @@ def test_scores_come_back_in_order_with_sums_per_source(num_threads):
         return float(response)
 
     registry = registry_of(even=late_if_small, odd=late_if_small)
-    scorer = Scorer(num_threads=num_threads, max_error_rate=0.0, registry=registry)
+    scorer = Scorer(RewardSection(num_threads=num_threads, max_error_rate=0.0), registry=registry)
     batch = [("odd" if n % 2 else "even", str(n), "", {}) for n in range(8)]
     result = scorer.score(batch)
     assert result.scores == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
@@ -68,7 +69,7 @@ def test_more_than_one_thread_runs_rewards_at_once():
 def test_a_reward_gets_the_row_it_belongs_to():
     seen = []
     scorer(lambda *row: seen.append(row) or 1.0).score([("toy", "r", "g", {"level": 3})])
-    assert seen == [("r", "g", {"level": 3})]
+    assert seen == [("r", "g", {"level": 3, "data_source": "toy"})]
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
@@ -85,7 +86,9 @@ def test_above_the_allowed_rate_the_batch_is_refused_with_cause_and_row():
         scorer(fail_on_three, max_error_rate=0.124).score(samples(8))
     message = str(caught.value)
     assert "1 of 8 rewards failed, above reward.max_error_rate 0.124" in message
-    assert "sample 3, data_source 'toy': ZeroDivisionError: three is too much" in message
+    assert (
+        "sample 3, data_source 'toy', reward 'toy': ZeroDivisionError: three is too much" in message
+    )
     assert "in fail_on_three" in message
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
@@ -169,7 +172,7 @@ def test_a_math_timeout_is_counted_and_the_rest_of_the_batch_is_scored(num_threa
         ("gsm8k", "#### 5", "5", {}),
         ("arithmetic", "5", "5", {}),
     ]
-    result = Scorer(num_threads=num_threads, max_error_rate=0.0).score(batch)
+    result = Scorer(RewardSection(num_threads=num_threads, max_error_rate=0.0)).score(batch)
     assert result.scores == [1.0, 0.0, 1.0, 0.0]
     assert (result.errors, result.timeouts) == (0, 1)
     assert result.per_source == {"math": (1.0, 2), "gsm8k": (1.0, 1), "arithmetic": (0.0, 1)}
@@ -178,54 +181,128 @@ def test_a_math_timeout_is_counted_and_the_rest_of_the_batch_is_scored(num_threa
 def test_a_ground_truth_that_cannot_be_used_is_an_error_of_its_row():
     batch = [("gsm8k", "#### 5", "5", {}), ("gsm8k", "#### 5", "five", {})]
     with pytest.raises(RuntimeError, match=r"1 of 2 rewards failed.*sample 1.*got 'five'"):
-        Scorer(num_threads=1, max_error_rate=0.0).score(batch)
+        Scorer(RewardSection(max_error_rate=0.0)).score(batch)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"num_threads": 0}, r"num_threads must be at least 1, got 0"),
-        ({"max_error_rate": 1.5}, r"max_error_rate must be a share from 0 to 1, got 1\.5"),
-        ({"max_error_rate": float("nan")}, r"from 0 to 1, got nan"),
-    ],
-)
-def test_settings_out_of_range_are_refused(settings, message):
-    with pytest.raises(UserError, match=message):
-        scorer(number_in_response, **settings)
-
-
-def test_all_built_in_rewards_resolve_and_score():
-    rewards = resolve(["gsm8k", "math", "exact_match", "arithmetic", "gsm8k"])
-    assert sorted(rewards) == list(REWARDS) == ["arithmetic", "exact_match", "gsm8k", "math"]
-    assert rewards["gsm8k"]("#### 7", "7", {}) == 1.0
-    assert rewards["arithmetic"]("#### 7", "7", {}) == 1.0
-    assert rewards["exact_match"]("yes", "yes", {}) == 1.0
-    assert rewards["math"]("\\boxed{7}", "7", {}) == 1.0
+def test_built_in_rewards_resolve_and_score():
+    rewards = resolve(["gsm8k", "math", "exact_match", "arithmetic", "gsm8k"], RewardSection())
+    assert list(REWARDS) == [
+        *("arithmetic", "code", "custom", "exact_match", "format", "gsm8k"),
+        *("length", "math", "remote"),
+    ]
+    found = {source: terms[0].reward for source, terms in rewards.items()}
+    assert found["gsm8k"]("#### 7", "7", {}) == 1.0
+    assert found["arithmetic"]("#### 7", "7", {}) == 1.0
+    assert found["exact_match"]("yes", "yes", {}) == 1.0
+    assert found["math"]("\\boxed{7}", "7", {}) == 1.0
 
 
 def test_flexible_applies_to_gsm8k_and_arithmetic_alike():
-    rewards = resolve(["gsm8k", "arithmetic"], method="flexible")
-    assert rewards["gsm8k"]("it is 7", "7", {}) == 1.0
-    assert rewards["arithmetic"]("it is 7", "7", {}) == 1.0
+    rewards = resolve(["gsm8k", "arithmetic"], RewardSection(gsm8k_method="flexible"))
+    for (term,) in rewards.values():
+        assert term.reward("it is 7", "7", {}) == 1.0
 
 
 def test_an_unknown_method_is_refused_at_start():
     with pytest.raises(UserError, match="got 'loose'"):
-        resolve(["gsm8k"], method="loose")
+        resolve(["gsm8k"], RewardSection(gsm8k_method="loose"))
 
 
 @pytest.mark.parametrize("source", ["", "gsm8", "openai/gsm8k"])
 def test_an_unknown_or_empty_data_source_lists_the_known_ones(source):
     with pytest.raises(DataError) as caught:
-        resolve(["gsm8k", source])
+        resolve(["gsm8k", source], RewardSection())
     assert f"the data has {source!r}" in str(caught.value)
-    assert "known: arithmetic, exact_match, gsm8k, math" in str(caught.value)
+    assert "known: arithmetic, code, custom, exact_match" in str(caught.value)
     with pytest.raises(DataError):
-        Scorer(num_threads=1, max_error_rate=1.0).score([(source, "1", "1", {})])
+        Scorer(RewardSection(max_error_rate=1.0)).score([(source, "1", "1", {})])
 
 
 def test_all_unknown_data_sources_are_named_at_once_with_a_suggestion():
     with pytest.raises(DataError, match=r"'', 'mat'.*known: "):
-        resolve(["mat", "", "math"])
+        resolve(["mat", "", "math"], RewardSection())
     with pytest.raises(DataError, match=r"did you mean 'math'\?"):
-        resolve(["mat"])
+        resolve(["mat"], RewardSection())
+    with pytest.raises(DataError, match=r"\"mine \(reward 'mat'\)\".*did you mean 'math'\?"):
+        resolve(["mine"], RewardSection(sources={"mine": ["math", "mat"]}))
+
+
+def test_parts_are_summed_with_their_weights_and_each_is_counted_by_itself():
+    registry = registry_of(
+        number=number_in_response, half=lambda *row: 0.5, fails=fail_on_three, ten=lambda *row: 10
+    )
+    sources = {
+        "mixed": ["number", {"name": "half", "weight": -2.0}, {"name": "fails", "weight": 3}],
+        "*": [{"name": "ten", "label": "all_others"}],
+    }
+    settings = RewardSection(sources=sources, max_error_rate=1.0)
+    batch = [("mixed", "1", "", {}), ("elsewhere", "9", "", {}), ("mixed", "3", "", {})]
+    result = Scorer(settings, registry=registry).score(batch)
+    assert result.scores == [1 - 1 + 3, 10.0, 3 - 1 + 0]
+    assert result.errors == 1
+    assert result.per_source == {"mixed": (5.0, 2), "elsewhere": (10.0, 1)}
+    assert result.per_part == {
+        ("mixed", "number"): (4.0, 2),
+        ("mixed", "half"): (1.0, 2),
+        ("mixed", "fails"): (1.0, 1),  # the failed one is no zero of it
+        ("elsewhere", "all_others"): (10.0, 1),
+    }
+
+
+class Together(GroupReward):
+    """Scores a sample by where it stands in its call, and notes the calls."""
+
+    def __init__(
+        self, group_size, answer=lambda samples: [float(n) for n, _ in enumerate(samples)]
+    ):
+        self.group_size, self.answer, self.calls = group_size, answer, []
+
+    def score(self, samples):
+        self.calls.append([sample.response for sample in samples])
+        return self.answer(samples)
+
+
+@pytest.mark.parametrize("order", [range(7), range(6, -1, -1), (3, 0, 6, 1, 5, 2, 4)])
+@pytest.mark.parametrize(("size", "calls"), [(0, ["0246"]), (3, ["024", "6"]), (1, list("0246"))])
+def test_groups_and_scores_do_not_depend_on_the_order_in_which_samples_come(order, size, calls):
+    together = Together(size)
+    scorer = Scorer(RewardSection(), registry=registry_of(one=number_in_response, some=1))
+    scorer._terms = {
+        "one": (Term(label="one", weight=1.0, reward=number_in_response),),
+        "some": (Term(label="some", weight=1.0, reward=together),),
+    }
+    batch = samples(7)
+    sources = ["one" if n % 2 else "some" for n in range(7)]
+    scoring = scorer.begin(sources)
+    assert scoring.num_done == 0
+    for number in order:
+        scoring.put(number, Sample(sources[number], *batch[number][1:]))
+    result = scoring.result()
+    assert scoring.num_done == 7
+    assert sorted(together.calls) == sorted(map(list, calls))
+    of_some = {0: [0, 1, 2, 3], 3: [0, 1, 2, 0], 1: [0, 0, 0, 0]}[size]
+    assert result.scores == [of_some[0], 1, of_some[1], 3, of_some[2], 5, of_some[3]]
+
+
+def test_a_sample_that_comes_again_is_scored_again_only_if_it_is_another():
+    seen = []
+    scoring = scorer(lambda response, *row: seen.append(response) or float(response)).begin(["toy"])
+    for response in ("1", "1", "2"):
+        scoring.put(0, Sample("toy", response, "", {}))
+    assert scoring.result().scores == [2.0]
+    assert seen == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "cause"),
+    [
+        (lambda samples: [1.0], "ValueError: 1 scores came back for 4 samples"),
+        (lambda samples: [1.0, None, 2.0, float("nan")], "TypeError: a reward must return one"),
+        (lambda samples: 1 / 0, "ZeroDivisionError"),
+    ],
+)
+def test_what_a_group_reward_does_wrong_is_named(answer, cause):
+    failing = Scorer(RewardSection(max_error_rate=0.25), registry=registry_of())
+    failing._terms = {"toy": (Term(label="toy", weight=1.0, reward=Together(0, answer)),)}
+    with pytest.raises(RuntimeError, match=cause):
+        failing.score(samples(4))

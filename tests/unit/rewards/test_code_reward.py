@@ -1,0 +1,192 @@
+"""Programs against tests: what passes, what a program cannot do, and what is left of it."""
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megappo.config.rewards import CodeRewardSection
+from megappo.errors import DataError
+from megappo.rewards import code
+from megappo.rewards.base import RewardTimeoutError
+
+DOUBLE = {"inputs": ["1\n", "20\n"], "outputs": ["2\n", "40\n"]}
+CALLS = {"fn_name": "f", "inputs": [[1, 2], ["a", "b"]], "outputs": [[2, 1], ["b", "a"]]}
+LINES = {"fn_name": "f", "inputs": ["1\n[2]"], "outputs": ["[[2], 1]"]}
+
+
+@pytest.fixture(scope="module")
+def reward():
+    settings = CodeRewardSection(timeout_s=3, memory_mb=256, output_kb=16)
+    return code.make(settings, num_workers=1)
+
+
+def in_block(program, before="So:\n", after="\nDone."):
+    return f"{before}```python\n{program}\n```{after}"
+
+
+@pytest.mark.parametrize(
+    ("program", "tests", "score"),
+    [
+        ("print(2 * int(input()))", DOUBLE, 1),
+        ("import sys\nprint(2 * int(sys.stdin.read()))\nsys.exit(0)", DOUBLE, 1),
+        ("print(open(0).read().strip() and 2)", DOUBLE, 0),  # right for the first alone
+        ("if __name__ == '__main__':\n    print(2 * int(input()))", DOUBLE, 1),
+        ("print(2 * int(input())", DOUBLE, 0),
+        ("f = lambda a, b: (b, a)", CALLS, 1),
+        ("class Solution:\n    def f(self, a, b):\n        return [b, a]", CALLS, 1),
+        ("f = lambda a, b: [a, b]", CALLS, 0),
+        ("g = 1", CALLS, 0),
+        ("f = lambda a, b: object()", CALLS, 0),
+        ("f = lambda a, b: [b, a]", LINES, 1),
+        ("f = lambda a, b: [b, True]", LINES, 0),  # true is not 1
+        ("f = lambda x: x + 1", ["assert f(1) == 2", "assert f(-1) == 0"], 1),
+        ("f = lambda x: 2", ["assert f(1) == 2", "assert f(-1) == 0"], 0),
+        ("f = lambda x: x", "for i in range(3):\n    assert f(i) == i", 1),
+        ("import sys\nsys.exit(0)", "assert False", 0),
+        ("import os\nos._exit(0)", "assert False", 0),
+    ],
+)
+def test_a_program_scores_one_only_if_it_passes_every_test(reward, program, tests, score):
+    truth = tests if isinstance(tests, str) else json.dumps(tests)
+    assert reward(in_block(program), truth, {}) == score
+
+
+def test_the_last_block_of_python_is_the_program():
+    block = in_block
+    assert code.extract_program("print(1)") is None
+    assert code.extract_program(block("a = 1") + block("b = 2")) == "b = 2\n"
+    assert code.extract_program(block("a = 1") + "```bash\nls\n```") == "a = 1\n"
+    assert code.extract_program("```\na = 1\n```") == "a = 1\n"
+    assert code.extract_program("```python\na = 1") is None
+
+
+def test_partial_scores_the_share_of_tests_passed():
+    settings = CodeRewardSection(timeout_s=1, memory_mb=256, partial=True)
+    reward = code.make(settings, num_workers=1)
+    truth = json.dumps({"inputs": ["1", "2", "3", "4"], "outputs": ["2", "4", "6", "9"]})
+    assert reward(in_block("print(2 * int(input()))"), truth, {}) == 0.75
+    slow = "n = int(input())\nwhile n == 1: pass\nprint(2 * n)"
+    with pytest.raises(RewardTimeoutError, match=r"a test took over 1 s") as caught:
+        reward(in_block(slow), truth, {})
+    assert caught.value.score == 0.5
+
+
+@pytest.mark.parametrize("truth", ["", "[]", "{}", '{"inputs": ["1"], "outputs": []}', "[1]", "7"])
+def test_a_ground_truth_without_tests_is_an_error_of_its_row(reward, truth):
+    with pytest.raises(DataError, match="must hold tests"):
+        reward(in_block("print(1)"), truth, {})
+
+
+OUTSIDE = """
+import ctypes, os, shutil, signal, socket, subprocess, sys, threading
+found = []
+def attempt(what, action):
+    try:
+        action()
+    except (OSError, ValueError):
+        return
+    found.append(what)
+parent, outside = os.getppid(), {outside!r}
+attempt("write", lambda: open(outside + "/new", "w"))
+attempt("change", lambda: open(outside + "/there", "a"))
+attempt("truncate", lambda: os.truncate(outside + "/there", 0))
+attempt("remove", lambda: os.unlink(outside + "/there"))
+attempt("move", lambda: os.rename(outside + "/there", "here"))
+attempt("link", lambda: os.link(outside + "/there", "here"))
+attempt("mode", lambda: os.chmod(outside + "/there", 0))
+attempt("folder", lambda: os.mkdir(outside + "/folder"))
+attempt("connect", lambda: socket.create_connection(("127.0.0.1", {port})))
+attempt("bind", lambda: socket.socket(socket.AF_UNIX).bind("name"))
+attempt("fork", lambda: os.fork() or os._exit(0))
+attempt("run", lambda: subprocess.run(["true"]))
+attempt("exec", lambda: os.execv("/bin/true", ["true"]))
+attempt("signal", lambda: os.kill(parent, 0))
+attempt("signal all", lambda: os.kill(-1, signal.SIGKILL))
+attempt("environment", lambda: open(f"/proc/{{parent}}/environ", "rb").read())
+attempt("memory", lambda: open(f"/proc/{{parent}}/mem", "r+b"))
+attempt("session", lambda: os.setsid())
+attempt("limits", lambda: __import__("resource").setrlimit(0, (9, 9)))
+# what it may do
+open("mine", "w").write("x"); os.mkdir("sub"); os.rename("mine", "sub/mine"); open(os.devnull, "w")
+thread = threading.Thread(target=lambda: found.append("thread")); thread.start(); thread.join()
+print(*found)
+"""
+
+
+def test_a_program_reaches_nothing_outside_its_folder(reward, tmp_path):
+    (tmp_path / "there").write_text("as it was")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        program = OUTSIDE.format(outside=str(tmp_path), port=server.getsockname()[1])
+        truth = json.dumps({"inputs": [""], "outputs": ["thread"]})
+        assert reward(in_block(program), truth, {}) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+    assert (tmp_path / "there").read_text() == "as it was"
+
+
+def test_the_same_acts_succeed_without_the_confinement(tmp_path):
+    """So that the test above can fail: of what it tries, this process can do what it tries here."""
+    (tmp_path / "there").write_text("x")
+    os.truncate(tmp_path / "there", 0)
+    os.kill(os.getppid(), 0)
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        socket.create_connection(server.getsockname()).close()
+
+
+@pytest.mark.parametrize(
+    ("program", "limit"),
+    [
+        ("while True: pass", r"took over 3 s"),
+        ("import time\ntime.sleep(60)", r"took over 3 s"),
+        ("x = [bytearray(10**7) for _ in range(10**4)]", "256 MiB of memory"),
+    ],
+)
+def test_a_program_over_a_limit_is_counted_as_such(reward, program, limit):
+    with pytest.raises(RewardTimeoutError, match=limit):
+        reward(in_block(program), json.dumps(DOUBLE), {})
+    assert reward(in_block("print(2 * int(input()))"), json.dumps(DOUBLE), {}) == 1
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import sys\nwhile True: sys.stdout.write('x' * 1000)",
+        "f = open('file', 'a')\nwhile True: f.write('x' * 1000)",
+        "import os\nos.abort()",
+        'import os\nfor fd in range(3, 64):\n    try: os.write(fd, b\'{"stdout": "2"}\\n\')\n'
+        "    except OSError: pass",
+        "import os\nos.mkdir('locked')\nos.mkdir('locked/in', 0)\nprint('no')",
+        "raise KeyboardInterrupt",
+        "import ctypes\nctypes.string_at(0)",
+    ],
+)
+def test_a_program_that_misbehaves_has_failed_and_the_next_runs(reward, program):
+    assert reward(in_block(program), json.dumps(DOUBLE), {}) == 0
+    assert reward(in_block("print(2 * int(input()))"), json.dumps(DOUBLE), {}) == 1
+
+
+def test_nothing_is_left_when_the_reward_ends():
+    def mine():
+        family = psutil.Process(os.getpid()).children(recursive=True)
+        return {p for p in family if "code_worker" in " ".join(p.cmdline())}
+
+    before, folders = mine(), set(Path("/tmp").glob("megappo-reward-*"))
+    reward = code.make(CodeRewardSection(timeout_s=1, memory_mb=256), num_workers=1)
+    with pytest.raises(RewardTimeoutError):
+        reward(in_block("open('left', 'w').write('x')\nwhile True: pass"), '["assert True"]', {})
+    new = mine() - before
+    assert len(new) == 2
+    del reward
+    deadline = time.monotonic() + 15
+    while mine() & new:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert set(Path("/tmp").glob("megappo-reward-*")) <= folders
