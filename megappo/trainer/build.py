@@ -135,6 +135,7 @@ def make_collector(
         finishers.append(GreedyFinisher(rollouts=rollouts, scorer=scorer, shape=None))
     return Collector(
         source=source,
+        scorer=scorer,
         finishers=finishers,
         groups=GroupMetrics(
             n=config.rollout.n, sources=found.train_sources, reports=context.reports_samples

@@ -134,6 +134,8 @@ class Collector:
     """A source, then the finishers, then a look at the groups."""
 
     source: Source
+    scorer: BatchScorer
+    """what the source scores with"""
     finishers: Sequence[Finisher] = ()
     groups: GroupMetrics = field(default_factory=GroupMetrics)
 

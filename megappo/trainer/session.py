@@ -234,7 +234,7 @@ class Session:
         run = Run(
             config=config,
             trainer=trainer,
-            evaluator=build_evaluator(config, found, context, trainer.scorer.scorer),
+            evaluator=build_evaluator(config, found, context, trainer.collector.scorer.scorer),
             saver=self._make_saver(config, found, trainer, records),
             loggers=loggers,
             records=records,
