@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from megappo.errors import EXIT_DONE, EXIT_USAGE, UserError
+from megappo.trainer import check_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -16,7 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser(sys.argv[1:] if arguments is None else arguments)
     args, rest = parser.parse_known_args(arguments)
     # argparse takes key=value arguments in one place only; behind an option they are left over.
-    strange = [r for r in rest if r.startswith("-") or "=" not in r or args.run is not _check]
+    strange = [r for r in rest if r.startswith("-") or "=" not in r or "overrides" not in args]
     if strange:
         parser.error(f"unrecognized arguments: {' '.join(strange)}")
     if rest:
@@ -36,18 +36,8 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megappo", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    check = commands.add_parser(
-        "check", help="validate a run without a device, a model or an engine"
-    )
-    check.add_argument("config", help="YAML file")
-    check.add_argument("overrides", nargs="*", metavar="key=value")
-    check.add_argument(
-        "--world-size",
-        type=int,
-        help="ranks that will be started, on one node; as few as replicas (TP x PP x CP) and "
-        "engines (rollout.tp) allow if not given",
-    )
-    check.set_defaults(run=_check)
+    check = commands.add_parser("check", help="all that is wrong with a run, on any machine")
+    check_command.add_arguments(check)
 
     convert = commands.add_parser("convert", help="Hugging Face folders to Megatron and back")
     if "convert" in arguments[:1]:  # torch takes seconds to import, which the others do without
@@ -82,33 +72,6 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     arithmetic.add_argument("--instruction", default="", help="put behind each question")
     arithmetic.set_defaults(run=_arithmetic)
     return parser
-
-
-def _check(args: argparse.Namespace) -> int:
-    from megappo.config import ConfigError, load
-    from megappo.config.checks import check_device_features
-    from megappo.trainer.preflight import preflight
-
-    config = load(args.config, args.overrides)
-    if config.device != "auto" and (problems := check_device_features(config, config.device)):
-        raise ConfigError("\n".join(problems))
-    layout = config.parallel
-    world_size = args.world_size
-    if world_size is None:
-        dense, experts = layout.tp * layout.cp, layout.expert_tp * layout.ep
-        world_size = math.lcm(math.lcm(dense, experts) * layout.pp, config.rollout.tp)
-    found = preflight(config, world_size)
-    for line in found.plan.lines():
-        sys.stdout.write(line + "\n")
-    for change in found.changes:
-        sys.stdout.write(f"changed    {change} (since {found.checkpoint})\n")
-    for warning in found.warnings:
-        sys.stdout.write(f"warning    {warning}\n")
-    sys.stdout.write(
-        f"data       {len(found.train_set)} train rows, {found.total_steps} steps\n"
-        f"ok         {args.config}\n"
-    )
-    return EXIT_DONE
 
 
 def _report(args: argparse.Namespace) -> int:

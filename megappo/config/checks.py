@@ -269,15 +269,10 @@ def _check_megatron_engine(config: Config) -> list[str]:
     return problems
 
 
-def check_device_features(config: Config, device: str) -> list[str]:
-    """Switches that a device does not have.
-
-    Args:
-        config: of the run.
-        device: `cpu` or `cuda`.
-    """
+def check_device_features(config: Config, device: str, *, here: bool = True) -> list[str]:
+    """Switches that `device` (cpu, cuda) lacks, and packages, if the run is to be `here`."""
     if device == "cuda":
-        return _check_memory_saver(config)
+        return _check_memory_saver(config) if here else []
     problems = []
     if config.model.fp8 != "none":
         problems.append(

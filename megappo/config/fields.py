@@ -33,6 +33,25 @@ def entries(cls: type, default: Mapping[str, Any], doc: str) -> Any:
     )
 
 
+def section_class(field: dataclasses.Field[Any]) -> type | None:
+    """Class of a nested section, see `section`; else None."""
+    factory = field.default_factory
+    if isinstance(factory, type) and dataclasses.is_dataclass(factory):
+        return factory
+    return None
+
+
+def entry_class(field: dataclasses.Field[Any]) -> Any:
+    """Class of named sections that a user can add to, see `fields.entries`; else None."""
+    return field.metadata.get("entry")
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """A field's default value."""
+    factory = field.default_factory
+    return field.default if factory is dataclasses.MISSING else factory()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Described:
     """One leaf of the config, for messages and documents."""
@@ -47,9 +66,7 @@ class Described:
 def describe(cls: type, prefix: str = "", verl: str = "") -> Iterator[Described]:
     """Every leaf field under a config dataclass, in order of declaration."""
     for f in dataclasses.fields(cls):
-        factory = f.default_factory
-        value: Any = f.default if factory is dataclasses.MISSING else factory()
-        entry = f.metadata.get("entry")
+        value, entry = default_of(f), entry_class(f)
         if dataclasses.is_dataclass(value):
             yield from describe(type(value), f"{prefix}{f.name}.", f.metadata["verl"])
             continue

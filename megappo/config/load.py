@@ -1,15 +1,16 @@
 """YAML and `key=value` to a validated, read-only `Config`. The only importer of OmegaConf.
 
 Order: every key is known (else the nearest name is offered) -> OmegaConf merges and checks types ->
-each section checks itself -> rules between sections. All broken rules of a stage are reported
-together.
+each section checks itself -> rules between sections. All broken rules are reported together: what
+is mistaken is left at its default, and the next stage looks at the rest.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,11 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from megappo.config.checks import check_sections
-from megappo.config.fields import describe
+from megappo.config.fields import default_of, entry_class, section_class
+from megappo.config.findings import Findings
+from megappo.config.keys import known_part, suggest
 from megappo.config.sections import Config
 from megappo.errors import UserError
-
-SYNONYMS = {"learning_rate": "lr", "num_epochs": "total_epochs", "batch_size": "train_batch_size"}
-"""Words that people try, and the field's own word here."""
 
 
 class ConfigError(UserError):
@@ -40,12 +40,33 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: unreadable file, unknown key, wrong type, or a broken rule.
     """
-    given = [_read_yaml(Path(path)), *(_read_override(o) for o in overrides)]
-    given = [_one_as_list(layer) for layer in given]
-    unknown = [m for layer in given for m in _unknown_keys(Config, layer, "")]
-    if unknown:
-        raise ConfigError("\n".join(unknown))
-    return _validated(given)
+    config, found = read(path, overrides)
+    if found.problems:
+        raise ConfigError("\n".join(found.problems))
+    return config
+
+
+def read(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, Findings]:
+    """As `load`, for those who look for more mistakes: all that were found, and a config.
+
+    Mistaken keys of the config have stand-ins, see `Findings`.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    found = Findings()
+    given = [_read_yaml(Path(path))]
+    for text in overrides:
+        layer = found.attempt(partial(_read_override, text))
+        if layer is not None:
+            given.append(layer)
+    given = [known_part(Config, _one_as_list(layer), "", found) for layer in given]
+    plain = _merged(given, found)
+    problems: list[str] = []
+    config: Config = _build(Config, plain, "", problems, found.stand_ins)
+    found.problems += problems
+    found.add(*check_sections(config))
+    return config, found
 
 
 def dump(config: Config, path: Path) -> None:
@@ -72,7 +93,7 @@ def _read_override(text: str) -> dict[str, Any]:
     if key.startswith(("+", "~")):
         raise ConfigError(
             f"override {text!r}: keys cannot be added or deleted; leave the {key[0]!r} out to set "
-            f"a known key{_suggest(key.lstrip('+~'))}"
+            f"a known key{suggest(key.lstrip('+~'))}"
         )
     try:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([text]))
@@ -90,94 +111,34 @@ def _one_as_list(layer: dict[str, Any]) -> dict[str, Any]:
     return layer
 
 
-def _unknown_keys(cls: type, given: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    known = {f.name: f for f in dataclasses.fields(cls)}
-    for name, value in given.items():
-        key = prefix + str(name)
-        if name not in known:
-            leaves = list(_leaves(value, key))
-            yield from (f"{leaf} is not a known key{_suggest(leaf)}" for leaf in leaves)
-            continue
-        section_cls, entry_cls = _section_class(known[name]), _entry_class(known[name])
-        if section_cls is None and entry_cls is None:
-            continue
-        if not isinstance(value, Mapping):
-            yield f"{key} is {value!r}: it is a section and must hold keys"
-            continue
-        if section_cls is not None:
-            yield from _unknown_keys(section_cls, value, key + ".")
-            continue
-        for entry, inner in value.items():
-            if not isinstance(inner, Mapping):
-                yield f"{key}.{entry} is {inner!r}: it must hold keys"
-                continue
-            yield from _unknown_keys(entry_cls, inner, f"{key}.{entry}.")
+def _merged(given: Sequence[dict[str, Any]], found: Findings) -> Any:
+    """Defaults and layers as plain values of the right types.
+
+    OmegaConf stops at the first wrong one, so that is taken out and the rest merged again.
+    """
+    while True:
+        base = OmegaConf.structured(Config)
+        _thaw(base)
+        try:
+            merged = OmegaConf.merge(base, *(OmegaConf.create(dict(layer)) for layer in given))
+            OmegaConf.resolve(merged)
+            return OmegaConf.to_container(merged, throw_on_missing=True)
+        except OmegaConfBaseException as error:
+            message = f"{error.full_key}: {str(error).splitlines()[0]}"
+            key = re.sub(r"\[.*", "", str(error.full_key or ""))
+            taken = [_take_out(layer, key.split(".")) for layer in given]
+            if not any(taken):
+                raise ConfigError(message) from error
+            found.note(message, key)
 
 
-def _leaves(value: Any, key: str) -> Iterator[str]:
-    """Dotted names below an unknown key, so that verl's nested ones are recognised."""
-    if isinstance(value, Mapping) and value:
-        for name, inner in value.items():
-            yield from _leaves(inner, f"{key}.{name}")
-    else:
-        yield key
-
-
-def _section_class(field: dataclasses.Field[Any]) -> type | None:
-    factory = field.default_factory
-    if isinstance(factory, type) and dataclasses.is_dataclass(factory):
-        return factory
-    return None
-
-
-def _entry_class(field: dataclasses.Field[Any]) -> Any:
-    """Class of named sections that a user can add to, see `fields.entries`; else None."""
-    return field.metadata.get("entry")
-
-
-def _suggest(key: str) -> str:
-    """Verl's name answered with ours, else the nearest known key."""
-    leaves = list(describe(Config))
-    for leaf in leaves:
-        if key and leaf.verl == key:
-            return f": it is verl's name; here it is {leaf.key}"
-    head, _, last = key.rpartition(".")
-    names = {d.key.rpartition(".")[2] for d in leaves} | {
-        d.verl.rpartition(".")[2] for d in leaves if d.verl
-    }
-    near = difflib.get_close_matches(last, [*names, *SYNONYMS], n=1, cutoff=0.75)
-    meant = SYNONYMS.get(near[0], near[0]) if near else ""
-    found = [
-        d.key
-        for d in leaves
-        if meant and meant in (d.key.rpartition(".")[2], d.verl.rpartition(".")[2])
-    ]
-    same_section = [k for k in found if k.startswith(head + ".")]
-    if found:
-        return f": did you mean {' or '.join(same_section or found)}?"
-    sections = sorted({d.key.partition(".")[0] for d in leaves})
-    known = [d.key for d in leaves if d.key.startswith(head + ".")] or sections
-    return f"; known: {', '.join(known)}"
-
-
-def _validated(given: Sequence[Mapping[str, Any]]) -> Config:
-    base = OmegaConf.structured(Config)
-    _thaw(base)
-    try:
-        merged = OmegaConf.merge(base, *(OmegaConf.create(dict(layer)) for layer in given))
-        OmegaConf.resolve(merged)
-        plain = OmegaConf.to_container(merged, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        first_line = str(error).splitlines()[0]
-        raise ConfigError(f"{error.full_key}: {first_line}") from error
-    problems: list[str] = []
-    config: Config | None = _build(Config, plain, "", problems)
-    if config is None or problems:
-        raise ConfigError("\n".join(problems))
-    problems = check_sections(config)
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return config
+def _take_out(layer: dict[str, Any], path: Sequence[str]) -> bool:
+    """Removes a key; whether it was there."""
+    for name in path[:-1]:
+        layer = layer.get(name, {})
+        if not isinstance(layer, dict):
+            return False
+    return layer.pop(path[-1], None) is not None
 
 
 def _thaw(node: DictConfig) -> None:
@@ -189,23 +150,45 @@ def _thaw(node: DictConfig) -> None:
             _thaw(child)
 
 
-def _build(cls: type, values: Any, prefix: str, problems: list[str]) -> Any:
-    """The dataclass with its nested sections; broken rules are added to `problems`."""
+def _build(cls: type, values: Any, prefix: str, problems: list[str], stand_ins: set[str]) -> Any:
+    """The dataclass with its nested sections, mistaken fields at their defaults.
+
+    Broken rules are added to `problems`, and the keys of such fields to `stand_ins`. None for an
+    entry (see `fields.entries`) that breaks a rule.
+    """
     made: dict[str, Any] = {}
     for f in dataclasses.fields(cls):
-        inner, entry, value = _section_class(f), _entry_class(f), values[f.name]
+        inner, entry, value = section_class(f), entry_class(f), values[f.name]
         if inner:
-            value = _build(inner, value, f"{prefix}{f.name}.", problems)
+            value = _build(inner, value, f"{prefix}{f.name}.", problems, stand_ins)
         elif entry:
-            value = {
-                name: _build(entry, of_entry, f"{prefix}{f.name}.{name}.", problems)
+            entries = {
+                name: _build(entry, of_entry, f"{prefix}{f.name}.{name}.", problems, stand_ins)
                 for name, of_entry in value.items()
             }
+            value = {name: built for name, built in entries.items() if built is not None}
         made[f.name] = value
-    if any(made[f.name] is None and _section_class(f) for f in dataclasses.fields(cls)):
-        return None
     try:
         return cls(**made)
     except ValueError as error:
-        problems += [prefix + line for line in str(error).splitlines()]
-        return None
+        lines = str(error).splitlines()
+    problems += [prefix + line for line in lines]
+    return _with_stand_ins(cls, made, {line.partition(" ")[0] for line in lines}, prefix, stand_ins)
+
+
+def _with_stand_ins(
+    cls: type, made: Mapping[str, Any], named: set[str], prefix: str, stand_ins: set[str]
+) -> Any:
+    """The section with the named fields at their defaults, or with all of them there.
+
+    All, where a rule is about fields that the message does not begin with.
+    """
+    leaves = [f for f in dataclasses.fields(cls) if not section_class(f)]
+    changed = {f.name for f in leaves if made[f.name] != default_of(f)}
+    for gone in (named & {f.name for f in leaves}, changed):
+        stand_ins |= {prefix + name for name in gone}
+        try:
+            return cls(**{name: value for name, value in made.items() if name not in gone})
+        except ValueError:
+            continue
+    return None  # an entry, which has no defaults that hold

@@ -133,20 +133,25 @@ class ModelSpec:
         return int(self.head_dim * self.rope.fraction)
 
 
-def load_spec(folder: str | Path, *, trust_remote_code: bool = False) -> ModelSpec:
+def load_spec(
+    folder: str | Path, *, trust_remote_code: bool = False, files: bool = True
+) -> ModelSpec:
     """Reads and checks a Hugging Face model folder.
 
     Args:
         folder: Holds config.json, safetensors weights and a tokenizer.
         trust_remote_code: Accept a folder that brings modelling code of its own. That code is not
             run here; the flag says that the architecture is nevertheless the one of `model_type`.
+        files: Look whether weights and tokenizer are there; else only config.json is read.
 
     Raises:
         ModelError: a part is missing, or a setting is unknown or not supported.
     """
     folder = Path(folder)
     config = _read_config(folder)
-    _check_files(folder)
+    if files:
+        check_weight_files(folder)
+        check_tokenizer_files(folder)
     kind = config.get("model_type")
     if kind in REFUSED:
         raise ModelError(f"{folder}: model_type {kind!r} is not supported: {REFUSED[kind]}")
@@ -215,7 +220,12 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return content
 
 
-def _check_files(folder: Path) -> None:
+def check_weight_files(folder: Path) -> None:
+    """Looks whether all files of weights are there; none is opened.
+
+    Raises:
+        ModelError: one is missing, or there is no index of them.
+    """
     index = folder / INDEX_FILE
     if index.is_file():
         try:
@@ -230,7 +240,20 @@ def _check_files(folder: Path) -> None:
             f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; weights in another format must "
             "be saved as safetensors first (transformers: model.save_pretrained)"
         )
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+
+
+def has_tokenizer(folder: str | Path) -> bool:
+    """Whether a model folder has the files of a tokenizer."""
+    return any((Path(folder) / name).is_file() for name in TOKENIZER_FILES)
+
+
+def check_tokenizer_files(folder: Path) -> None:
+    """Looks whether there is a tokenizer; it is not loaded.
+
+    Raises:
+        ModelError: there is none.
+    """
+    if not has_tokenizer(folder):
         raise ModelError(
             f"{folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}); copy it there"
         )

@@ -16,8 +16,10 @@ import megappo
 from megappo.checkpoint import layout as checkpoint_layout
 from megappo.checkpoint.compare import flatten
 from megappo.checkpoint.store import CheckpointStore
-from megappo.config import Config, ConfigError, dump, load
+from megappo.config import Config, dump
 from megappo.config.checks import check_device_features
+from megappo.config.findings import Findings
+from megappo.config.load import read
 from megappo.distributed import parallel
 from megappo.distributed.environment import (
     LaunchEnvironment,
@@ -69,11 +71,11 @@ class Session:
             GuardStop, StopRequested: see `Run.fit`.
         """
         launch = self._launch = LaunchEnvironment.read()
-        config = load(config_path, overrides)
+        config, mistakes = read(config_path, overrides)
         check_slurm_nodes(launch.num_nodes, launch.slurm_nodes)
         agreement = self._meet_nodes(config, launch) if launch.num_nodes > 1 else None
         with self._all_nodes_or_none(agreement, config):
-            device, found = self._check(config, launch)
+            device, found = self._check(config, launch, mistakes)
             self._say_plan(config, found, device)
             finished = self._is_finished(config, found)
             if not finished:
@@ -135,18 +137,25 @@ class Session:
         return agreement.all_or_none(wait_s=config.trainer.distributed_timeout_s)
 
     @staticmethod
-    def _check(config: Config, launch: LaunchEnvironment) -> tuple[str, Preflight]:
+    def _check(
+        config: Config, launch: LaunchEnvironment, mistakes: Findings
+    ) -> tuple[str, Preflight]:
         """Device and findings of all checks that need no other rank."""
-        device = parallel.resolve_device(config.device)
-        if problems := check_device_features(config, device):
-            raise ConfigError("\n".join(problems))
-        parallel.check_device(device, launch)
-        return device, preflight(
+        device = mistakes.attempt(
+            partial(parallel.resolve_device, config.device), needs=("device",)
+        )
+        if device is not None:
+            mistakes.add(*check_device_features(config, device))
+            mistakes.attempt(partial(parallel.check_device, device, launch))
+        found = preflight(
             config,
             launch.world_size,
             local_world_size=launch.local_world_size,
             read_all_rows=launch.rank == 0,
+            found=mistakes,
         )
+        assert device is not None
+        return device, found
 
     def _is_finished(self, config: Config, found: Preflight) -> bool:
         """Whether an earlier start has done all there is, which is said."""

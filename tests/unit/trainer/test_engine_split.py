@@ -6,7 +6,7 @@ import pytest
 
 from megappo.config import ConfigError
 from megappo.models.spec import load_spec
-from megappo.trainer.preflight import _check_engine_split
+from megappo.trainer.model_checks import check_engine_split
 
 COMMON = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
@@ -42,7 +42,7 @@ def make(tmp_path):
     ids=str,
 )
 def test_what_divides_is_split(make, settings, tp):
-    _check_engine_split(make(**settings), tp)
+    check_engine_split(make(**settings), tp)
 
 
 @pytest.mark.parametrize(
@@ -64,4 +64,4 @@ def test_what_divides_is_split(make, settings, tp):
 )  # fmt: skip
 def test_what_does_not_is_refused(make, settings, tp, message):
     with pytest.raises(ConfigError, match=message):
-        _check_engine_split(make(**settings), tp)
+        check_engine_split(make(**settings), tp)
