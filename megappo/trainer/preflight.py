@@ -47,6 +47,7 @@ from megappo.trainer.model_checks import (
     model_paths,
     wanted_layers,
 )
+from megappo.trainer.risks import risks
 from megappo.trainer.row_checks import check_rows
 
 __all__ = ["Preflight", "model_paths", "preflight", "wanted_layers"]
@@ -148,7 +149,16 @@ def preflight(
         changes=changes,
         train_files=train_files,
         base_weights=base_weights,
-        warnings=tuple(_warnings(config, specs)),
+        warnings=(
+            *_warnings(config, specs),
+            *risks(
+                config,
+                specs,
+                plan,
+                total_steps=total,
+                local_world_size=local_world_size or world_size,
+            ),
+        ),
     )
 
 
