@@ -1,4 +1,4 @@
-"""The `megappo` command: `check`, `convert`, `report`, `data`. Thin: the work is done elsewhere."""
+"""The `megappo` command: `check`, `doctor`, `convert`, `report`, `data`, each done elsewhere."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megappo.doctor import command as doctor_command
 from megappo.errors import EXIT_DONE, EXIT_USAGE, UserError
 from megappo.trainer import check_command
 
@@ -38,6 +39,9 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
 
     check = commands.add_parser("check", help="all that is wrong with a run, on any machine")
     check_command.add_arguments(check)
+
+    doctor = commands.add_parser("doctor", help="what this machine has, and lacks for a run")
+    doctor_command.add_arguments(doctor)
 
     convert = commands.add_parser("convert", help="Hugging Face folders to Megatron and back")
     if "convert" in arguments[:1]:  # torch takes seconds to import, which the others do without

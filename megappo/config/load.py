@@ -138,7 +138,10 @@ def _take_out(layer: dict[str, Any], path: Sequence[str]) -> bool:
         layer = layer.get(name, {})
         if not isinstance(layer, dict):
             return False
-    return layer.pop(path[-1], None) is not None
+    if path[-1] not in layer:
+        return False
+    del layer[path[-1]]
+    return True
 
 
 def _thaw(node: DictConfig) -> None:

@@ -128,10 +128,12 @@ def preflight(
     changes: tuple[str, ...] = ()
     if checkpoint is not None:
         state = layout.read_state(checkpoint)
-        changes = _check_state(config, state, checkpoint, plan, specs)
-        check_data(state, train_files, checkpoint)
-        check_base_weights(state, base_weights, checkpoint)
-        _check_sampler(state, sampler)
+        check = partial(_check_state, config, state, checkpoint, plan, specs)
+        changes = found.attempt(check) or ()
+        found.attempt(partial(check_data, state, train_files, checkpoint))
+        found.attempt(partial(check_base_weights, state, base_weights, checkpoint))
+        found.attempt(partial(_check_sampler, state, sampler))
+        found.raise_any()
     return Preflight(
         plan=plan,
         actor_spec=specs["actor"],

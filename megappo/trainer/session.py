@@ -33,6 +33,7 @@ from megappo.distributed.watchdog import HangReport, Watchdog
 from megappo.errors import GuardStop, StopRequested, UserError
 from megappo.loggers import LOGGERS, Logger, LoggerSettings
 from megappo.loggers.contained import ContainedLogger
+from megappo.rollout.file_limit import file_limit_warning, raise_file_limit
 from megappo.trainer.fit import Run, checkpoint_state, export_folder
 from megappo.trainer.output import Screen, redirect_to
 from megappo.trainer.ppo_trainer import PPOTrainer
@@ -71,12 +72,15 @@ class Session:
             GuardStop, StopRequested: see `Run.fit`.
         """
         launch = self._launch = LaunchEnvironment.read()
+        file_limit = raise_file_limit()
         config, mistakes = read(config_path, overrides)
         check_slurm_nodes(launch.num_nodes, launch.slurm_nodes)
         agreement = self._meet_nodes(config, launch) if launch.num_nodes > 1 else None
         with self._all_nodes_or_none(agreement, config):
             device, found = self._check(config, launch, mistakes)
             self._say_plan(config, found, device)
+            if warning := file_limit_warning(file_limit):
+                self._say(f"warning    {warning}")
             finished = self._is_finished(config, found)
             if not finished:
                 self._check_servers(config, found, device)

@@ -157,7 +157,7 @@ def test_check_refuses_and_accepts_without_touching_anything(root):
     [
         ("actor.optim.leraning_rate=1", "is not a known key"),
         # Only rank 0 reads every prompt: the other rank is joining when it fails.
-        ("data.max_prompt_length=9", "error: train row 0 "),
+        ("data.max_prompt_length=9", "  - train row 0 "),
     ],
 )
 def test_the_launcher_says_a_mistake_once_and_keeps_exit_code_2(root, mistake, expected):

@@ -21,6 +21,7 @@ LEVEL = {
     "planner": 3.5,
     "report": 4,
     "trainer": 4,
+    "doctor": 4,
     "train": 5,
     "cli": 5,
     "launch": 5,

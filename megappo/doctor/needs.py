@@ -1,0 +1,230 @@
+"""What a run needs of a machine, held against what the machine has."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megappo.config import Config
+from megappo.distributed.cpu_backend import TESTED_MEGATRON
+from megappo.doctor.machine import Machine
+from megappo.errors import ModelError, UserError
+from megappo.models.name_map import hf_names
+from megappo.models.spec import load_spec
+from megappo.rollout.file_limit import NEEDED_FILES
+from megappo.rollout.ports import reserve_ports
+
+GIB = 2**30
+_ENGINE_BYTES = 3 * GIB // 2
+"""Host memory of an engine's three processes, without weights (measured on CPU)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One need: what it is, what was found, and, if that is not enough, what to do."""
+
+    state: Literal["ok", "missing", "note"]
+    what: str
+    found: str
+    remedy: str = ""
+
+
+def needs(
+    config: Config, machine: Machine, *, ranks: int, environment: Mapping[str, str] = os.environ
+) -> list[Line]:
+    """Every need of a run with `ranks` ranks on this machine."""
+    on_cuda = config.device == "cuda" or (config.device == "auto" and bool(machine.gpus))
+    return [
+        *_device(config, machine, ranks=ranks, on_cuda=on_cuda),
+        *_packages(config, machine, on_cuda=on_cuda),
+        *_limits(config, machine, ranks=ranks, on_cuda=on_cuda),
+        *_room(config, machine, ranks=ranks),
+        *_ports(ranks),
+        *_nodes(environment),
+    ]
+
+
+def _judge(holds: bool, what: str, found: str, remedy: str) -> Line:
+    return Line(
+        state="ok" if holds else "missing", what=what, found=found, remedy="" if holds else remedy
+    )
+
+
+def _device(config: Config, machine: Machine, *, ranks: int, on_cuda: bool) -> Iterator[Line]:
+    if not on_cuda:
+        yield Line(state="ok", what="device", found=f"cpu, {machine.num_cpus} cores")
+        if ranks > machine.num_cpus:
+            yield Line(
+                state="note", what="cores", found=f"{machine.num_cpus} for {ranks} ranks",
+                remedy="it works, slowly; set OMP_NUM_THREADS=1",
+            )  # fmt: skip
+        return
+    names = ", ".join(sorted({gpu.name for gpu in machine.gpus})) or "none"
+    yield _judge(
+        len(machine.gpus) >= ranks, "GPUs", f"{len(machine.gpus)} ({names}) for {ranks} ranks",
+        "start as many ranks on this node as there are GPUs; if nvidia-smi shows more, look at "
+        "CUDA_VISIBLE_DEVICES and at the container's device flags (docker: --gpus all)",
+    )  # fmt: skip
+    yield _judge(
+        bool(machine.driver), "driver", machine.driver or "none",
+        "install NVIDIA's driver on the host; a container brings CUDA, but never the driver",
+    )  # fmt: skip
+    yield _judge(
+        bool(machine.cuda), "CUDA build of PyTorch", machine.cuda or "none",
+        "this PyTorch is a CPU build: use the image of the Dockerfile, or PyTorch's CUDA index",
+    )  # fmt: skip
+    yield _judge(bool(machine.nccl), "NCCL", machine.nccl or "none", "it comes with PyTorch's CUDA")
+    if config.model.fp8 != "none" and machine.gpus:
+        oldest = min(machine.gpus, key=lambda gpu: float(gpu.capability))
+        yield _judge(
+            float(oldest.capability) >= 8.9, "fp8 products", f"compute {oldest.capability}",
+            "model.fp8 needs Ada, Hopper or newer (8.9): set model.fp8=none",
+        )  # fmt: skip
+
+
+def _packages(config: Config, machine: Machine, *, on_cuda: bool) -> Iterator[Line]:
+    found = machine.packages.get("megatron-core", "")
+    yield _judge(
+        found == TESTED_MEGATRON, "megatron-core", found or "none",
+        f"pip install megatron-core=={TESTED_MEGATRON}: other versions are not tested",
+    )  # fmt: skip
+    wanted: dict[str, str] = {}
+    if config.rollout.engine == "sglang" and not config.rollout.url:
+        wanted["sglang"] = "bash launch/setup_venv.sh (CPU), or pip install -e .[gpu]"
+        if on_cuda:
+            wanted["sglang-kernel"] = "pip install -e .[gpu]: it holds SGLang's CUDA kernels"
+            if config.rollout.sleep:
+                wanted["torch-memory-saver"] = (
+                    "rollout.sleep needs it: pip install torch-memory-saver, or rollout.sleep=false"
+                )
+    if on_cuda:
+        wanted["transformer-engine"] = "docs/gpu.md says how; NVIDIA's PyTorch images have it"
+    if config.parallel.fsdp:
+        wanted["einops"] = "parallel.fsdp needs it: pip install einops"
+    for name, remedy in wanted.items():
+        version = machine.packages.get(name, "")
+        yield _judge(bool(version), name, version or "none", remedy)
+    apex = machine.packages.get("apex", "")
+    if apex and not machine.apex_is_nvidias:
+        yield _judge(
+            False, "apex", f"{apex}, which is not NVIDIA's",
+            "pip uninstall apex: Megatron would take it for NVIDIA's (docs/gpu.md)",
+        )  # fmt: skip
+    elif on_cuda:
+        yield Line(
+            state="ok" if apex else "note", what="apex", found=apex or "none",
+            remedy="" if apex else "optional: fused kernels; only from NVIDIA (docs/gpu.md)",
+        )  # fmt: skip
+
+
+def _limits(config: Config, machine: Machine, *, ranks: int, on_cuda: bool) -> Iterator[Line]:
+    # Two buckets a rank stay there on CPU (rollout.sync_bucket_bytes); on CUDA NCCL takes some.
+    per_rank = GIB // 2 if on_cuda else 2 * config.rollout.sync_bucket_bytes
+    needed = ranks * per_rank
+    yield _judge(
+        machine.shm_free_bytes >= needed, "shared memory",
+        f"{gib(machine.shm_free_bytes)} free of {gib(machine.shm_bytes)}, {gib(needed)} needed",
+        "a larger /dev/shm (docker: --shm-size=32g; Kubernetes: an emptyDir of medium Memory), or "
+        "a smaller rollout.sync_bucket_bytes",
+    )  # fmt: skip
+    soft, hard = machine.open_files_soft, machine.open_files_hard
+    yield _judge(
+        max(soft, hard) >= NEEDED_FILES, "open files", f"{soft} (hard limit {hard})",
+        f"a run raises its own limit up to the hard one, which must be {NEEDED_FILES} or more: "
+        "ulimit -Hn as root, or LimitNOFILE / --ulimit nofile of the service or container",
+    )  # fmt: skip
+
+
+def _room(config: Config, machine: Machine, *, ranks: int) -> Iterator[Line]:
+    run_dir = Path(config.trainer.run_dir).absolute()
+    nearest = next(p for p in (run_dir, *run_dir.parents) if p.exists())
+    free = shutil.disk_usage(nearest).free
+    try:
+        state = checkpoint_bytes(config)
+    except ModelError as error:
+        yield Line(state="note", what="models", found=str(error), remedy="sizes are not known")
+        yield Line(state="note", what="disk of run_dir", found=f"{gib(free)} free at {nearest}")
+        return
+    kept = config.checkpoint.keep + 1
+    yield _judge(
+        free >= kept * state, "disk of run_dir",
+        f"{gib(free)} free at {nearest}, {gib(kept * state)} needed ({kept} checkpoints of "
+        f"{gib(state)})",
+        "another trainer.run_dir, or a smaller checkpoint.keep",
+    )  # fmt: skip
+    has_engines = config.rollout.engine == "sglang" and not config.rollout.url
+    needed = ranks * _ENGINE_BYTES if has_engines else 0
+    yield _judge(
+        machine.available_bytes >= needed, "host memory",
+        f"{gib(machine.available_bytes)} of {gib(machine.memory_bytes)} can be taken, "
+        f"{gib(needed)} needed for engines' processes",
+        "fewer ranks on this node, or a larger limit of the job or container",
+    )  # fmt: skip
+    if config.checkpoint.async_save:
+        yield Line(
+            state="note", what="background saves",
+            found=f"all nodes together copy up to {gib(state)} of state to host memory",
+            remedy="where that is short, a save is written in line",
+        )  # fmt: skip
+
+
+def checkpoint_bytes(config: Config) -> int:
+    """Of one checkpoint: for each weight of actor and critic itself, and Adam's three in float32.
+
+    Raises:
+        ModelError: a model folder cannot be read.
+    """
+    total = 0
+    for path in (config.model.path, config.critic.path or config.model.path):
+        spec = load_spec(path, trust_remote_code=config.model.trust_remote_code, files=False)
+        weights = sum(math.prod(shape) for shape in hf_names(spec).values())
+        total += weights * ((2 if config.model.dtype == "bfloat16" else 4) + 12)
+    return total
+
+
+def _ports(ranks: int) -> Iterator[Line]:
+    taken = []
+    for local_rank in range(ranks):
+        try:
+            reserve_ports(4, local_rank=local_rank).release()
+        except UserError as error:
+            taken.append(str(error))
+    yield _judge(
+        not taken, "free ports", "for every engine" if not taken else taken[0],
+        "end what holds them (ss -ltnp), or wait until the kernel has released them",
+    )  # fmt: skip
+
+
+def _nodes(environment: Mapping[str, str]) -> Iterator[Line]:
+    """On several nodes the first one's address is told, and never guessed."""
+    nodes = environment.get("NNODES") or environment.get("SLURM_NNODES") or "1"
+    if not nodes.isdigit() or int(nodes) < 2:
+        return
+    address = environment.get("MASTER_ADDR", "")
+    remedy = (
+        "set MASTER_ADDR to the first node's name or address as the other nodes reach it; a guess "
+        "would make each node a run of its own"
+    )
+    if not address:
+        yield _judge(False, "MASTER_ADDR", f"not set, and there are {nodes} nodes", remedy)
+        return
+    try:
+        resolved = sorted({str(i[4][0]) for i in socket.getaddrinfo(address, None)})
+    except OSError as error:
+        yield _judge(False, "MASTER_ADDR", f"{address} cannot be resolved: {error}", remedy)
+        return
+    loops = all(ip.startswith("127.") or ip == "::1" for ip in resolved)
+    yield _judge(not loops, "MASTER_ADDR", f"{address} is {', '.join(resolved)}", remedy)
+
+
+def gib(num_bytes: int) -> str:
+    """A size in words."""
+    if num_bytes < 10 * GIB:
+        return f"{num_bytes / 2**20:,.0f} MiB"
+    return f"{num_bytes / GIB:,.0f} GiB"
