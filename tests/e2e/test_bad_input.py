@@ -84,7 +84,10 @@ MISTAKES = {
     "layout": (["parallel.tp=2"], "1 ranks cannot be split by TP 2"),
     "rollout layout": (["rollout.tp=2"], "1 ranks cannot be split into engines of 2 ranks"),
     "batch": (["actor.micro_batch_size=3"], "it must divide the 16 samples"),
-    "temperature": (["rollout.temperature=0"], "rollout.temperature is 0"),
+    "two stages": (
+        ["rollout.temperature=0", "model.path={root}/nowhere"],
+        "2 problems:\n  - rollout.temperature is 0",
+    ),
     "stop token": (["rollout.stop_token_ids=[5,99999]"], "rollout.stop_token_ids has [99999]"),
     "too long validation": (
         ["rollout.val.max_response_length=500"],

@@ -140,6 +140,8 @@ def test_the_job_has_shared_memory_and_as_many_nodes_as_it_says():
         assert mounts["shm"] == "/dev/shm"
         assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
         check_shell(container["args"][0])
+        # The name of the service that the operator makes for the first pod.
+        assert f" MASTER_ADDR={job['metadata']['name']}-master-0 " in container["args"][0]
 
 
 def test_the_task_is_a_script_and_its_config_is_there():
