@@ -118,7 +118,7 @@ def _rates(config: Config, specs: Mapping[str, ModelSpec], optimizer_steps: int)
                 f"{name}.optim.lr_warmup_steps is {settings.lr_warmup_steps} and the run has "
                 f"{optimizer_steps} optimizer steps: the rate never reaches {name}.optim.lr"
             )
-    if critic.lr < optim.lr:
+    if config.algorithm.adv_estimator == "gae" and critic.lr < optim.lr:
         yield (
             f"critic.optim.lr {critic.lr:g} is under actor.optim.lr {optim.lr:g}: advantages then "
             "lag behind the policy; a critic usually learns ten times faster"
