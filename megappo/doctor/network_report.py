@@ -9,6 +9,8 @@ from dataclasses import asdict
 
 from megappo.config.load import read
 from megappo.distributed import network, parallel
+from megappo.distributed.environment import LaunchEnvironment
+from megappo.distributed.launcher_death import die_with_launcher
 from megappo.distributed.network import Network
 from megappo.distributed.parallel import Degrees, LaunchEnvironment
 from megappo.errors import EXIT_DONE, UserError
@@ -21,7 +23,7 @@ def report(args: argparse.Namespace) -> int:
         UserError: a mistake in the config, or a world that its layout does not divide.
     """
     launch = LaunchEnvironment.read()
-    parallel.die_with_launcher()
+    die_with_launcher()
     config, mistakes = read(args.config, args.overrides)
     mistakes.raise_any()
     device = parallel.resolve_device(config.device)
