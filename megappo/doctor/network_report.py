@@ -12,7 +12,7 @@ from megappo.distributed import network, parallel
 from megappo.distributed.environment import LaunchEnvironment
 from megappo.distributed.launcher_death import die_with_launcher
 from megappo.distributed.network import Network
-from megappo.distributed.parallel import Degrees, LaunchEnvironment
+from megappo.distributed.parallel import Degrees
 from megappo.errors import EXIT_DONE, UserError
 
 
