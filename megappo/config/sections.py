@@ -257,6 +257,11 @@ class TrainerSection:
     profile_max_gb: float = opt(
         4.0, "growth of a rank's host memory, in GiB, at which its trace ends early"
     )
+    device_peak_tflops: float = opt(
+        0.0,
+        "a device's peak for MFU, in 10^12 operations a second; 0: the datasheet's for bfloat16 on "
+        "a GPU that is known, else no MFU",
+    )
     distributed_timeout_s: float = opt(
         1800.0,
         "a collective that takes longer has failed; in one, ranks wait for the slowest generation",
@@ -284,6 +289,7 @@ class TrainerSection:
             critic_warmup=self.critic_warmup,
             rollout_tokens_per_sample=self.rollout_tokens_per_sample,
             max_wall_time_s=self.max_wall_time_s,
+            device_peak_tflops=self.device_peak_tflops,
         )
         p.positive(
             total_epochs=self.total_epochs,

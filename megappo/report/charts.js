@@ -3,6 +3,7 @@
 // plotly reads a few tags in labels, so `plain` takes their brackets away.
 const REPORT = JSON.parse(document.getElementById("data").textContent);
 const COLOURS = ["#1f77b4", "#d6452c", "#2a9d57", "#8f5bbd", "#c98a12", "#16a2b8", "#d1589d", "#6b7280"];
+const PHASE_COLOURS = [...COLOURS, "#9ecae9", "#f2b5a7", "#a6d9b6", "#cdb4e3", "#ecd28b", "#9fdbe4", "#efb7d4", "#c3c8d0"];
 const PANELS = [
   ["Score", ["critic/score/mean", "val/score/mean"]], ["Rewards", ["critic/rewards/mean"]],
   ["Policy moved (KL, nats)", ["actor/ppo_kl"]], ["KL to the reference (nats)", ["actor/kl_loss"]],
@@ -124,7 +125,7 @@ function drawTime() {
   const average = (values) => values.reduce((sum, v) => sum + (v || 0), 0);
   const phases = Object.keys(run.metrics).filter((n) => n.startsWith("timing_s/") && n !== "timing_s/step")
     .filter((n) => average(run.metrics[n]) > 0).sort((a, b) => average(run.metrics[b]) - average(run.metrics[a]));
-  const traces = phases.map((name) => ({type: "bar", x: run.steps, y: run.metrics[name], name: plain(name.slice(9)),
+  const traces = phases.map((name, i) => ({type: "bar", marker: {color: PHASE_COLOURS[i % PHASE_COLOURS.length]}, x: run.steps, y: run.metrics[name], name: plain(name.slice(9)),
     hovertemplate: "step %{x}: %{y:.3g} s<extra>" + plain(name.slice(9)) + "</extra>"}));
   Plotly.react(byId("time-grid").firstChild, traces,
     layout(`${run.name}: seconds by phase, stacked`, {barmode: "stack", bargap: 0.1, yaxis: {title: {text: "s"}}}), CONFIG);
@@ -153,7 +154,7 @@ function drawEvents() {
   const kind = byId("event-kind").value, rows = [];
   for (const run of REPORT.runs) {
     for (const e of run.events) {
-      if (kind === "all" || e.kind === kind || (kind === "but routine ones" && !QUIET_KINDS.has(e.kind))) {
+      if (kind === "all" || e.kind === kind || (kind === "all but routine ones" && !QUIET_KINDS.has(e.kind))) {
         const row = element("tr");
         row.append(...[run.name, e.step === null ? "" : e.step, e.kind, e.text, e.time].map((text) => element("td", text)));
         rows.push(row);
@@ -190,7 +191,7 @@ function startCharts() {
     curves.push({box, title: names[0], names: [names[0]]});
   }
   const kinds = [...new Set(REPORT.runs.flatMap((run) => run.events.map((e) => e.kind)))].sort();
-  options(byId("event-kind"), ["but routine ones", "all", ...kinds]);
+  options(byId("event-kind"), ["all but routine ones", "all", ...kinds]);
   const redraw = () => {
     byId("smoothing-value").textContent = byId("smoothing").value;
     curves.forEach(drawCurve);

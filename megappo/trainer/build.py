@@ -54,6 +54,7 @@ from megappo.trainer.ppo_trainer import PPOTrainer, StepPlan
 from megappo.trainer.preflight import Preflight, model_paths, wanted_layers
 from megappo.trainer.scoring import BatchScorer
 from megappo.trainer.servers import context_length, server_settings
+from megappo.trainer.utilization import Utilization, peak_flops_per_s
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -112,6 +113,15 @@ def build_trainer(
         memory=ModelMemory(
             trained=tuple(role.trainable for role in (actor, critic) if role is not None),
             reference=None if reference is None or reference.without_adapters else reference.memory,
+        ),
+        utilization=Utilization(
+            specs={
+                role: spec
+                for role, spec in (("actor", found.actor_spec), ("critic", found.critic_spec))
+                if spec is not None
+            },
+            ppo_epochs=config.actor.ppo_epochs,
+            peak_flops_per_s=peak_flops_per_s(config, context.device),
         ),
         memory_agreement=MemoryAgreement(context, config.parallel),
     )

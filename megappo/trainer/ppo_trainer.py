@@ -7,7 +7,7 @@ of the paper's setting: nothing is discounted over sentences, an episode is one 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,6 +37,7 @@ from megappo.trainer.memory import ModelMemory
 from megappo.trainer.micro_batches import MicroBatchPlanner, as_mini_batches, as_passes
 from megappo.trainer.resources import GIB, resource_metrics
 from megappo.trainer.stopwatch import Stopwatch
+from megappo.trainer.utilization import Utilization
 from megappo.types import MiniBatch, RolloutBatch
 
 Plan = list[list[list[int]]]
@@ -79,6 +80,11 @@ class Updates:
         self.norms.append(norm)
         return True
 
+    @property
+    def num_tried(self) -> int:
+        """Updates whose gradients were computed, applied or not."""
+        return len(self.norms) + self.num_skipped
+
     def metrics(self) -> dict[str, float]:
         """The mean gradient norm of the updates that were applied, if any was."""
         return {self._metric: sum(self.norms) / len(self.norms)} if self.norms else {}
@@ -105,6 +111,7 @@ class PPOTrainer:
     balancer: Balancer | None
     corrector: Corrector | None
     memory: ModelMemory
+    utilization: Utilization
     memory_agreement: MemoryAgreement
     adjustments: Adjustments = field(default_factory=Adjustments)
     step_number: int = 0
@@ -188,7 +195,10 @@ class PPOTrainer:
             **reduce_tally(tally, self.context),
             **self._optimizer_metrics(of_actor, updates),
             **self._speed(
-                watch.metrics(), batch, {**self.memory.report(memory), **self._released(released)}
+                watch.metrics(),
+                batch,
+                {**self.memory.report(memory), **self._released(released)},
+                trained={taken.trainable.name for taken in updates if taken.num_tried},
             ),
         }
 
@@ -326,7 +336,12 @@ class PPOTrainer:
         }
 
     def _speed(
-        self, timing: dict[str, float], batch: RolloutBatch, memory: Mapping[str, float]
+        self,
+        timing: dict[str, float],
+        batch: RolloutBatch,
+        memory: Mapping[str, float],
+        *,
+        trained: Collection[str],
     ) -> dict[str, float]:
         """Throughput, as verl defines it: all tokens of the batch / step time / ranks."""
         tally = Tally()
@@ -334,11 +349,12 @@ class PPOTrainer:
             tally.add(name, seconds, 1)
         for name, value in {**resource_metrics(self.context.device), **memory}.items():
             tally.add_max(name, value)
-        tokens = sum(batch.total_lengths) if self.context.reports_samples else 0
-        tally.add("perf/tokens_a_rank", tokens, 1)
+        lengths = batch.total_lengths if self.context.reports_samples else []
+        tally.add("perf/tokens_a_rank", sum(lengths), 1)
+        self.utilization.add(tally, lengths)
         reduced = dict(reduce_tally(tally, self.context))
         all_tokens = reduced.pop("perf/tokens_a_rank") * self.context.world_size
         reduced["perf/total_num_tokens"] = all_tokens
         reduced["perf/tokens_per_s"] = all_tokens / reduced["timing_s/step"]
         reduced["perf/throughput"] = reduced["perf/tokens_per_s"] / self.context.world_size
-        return reduced
+        return reduced | self.utilization.finish(reduced, trained=trained)
