@@ -14,6 +14,18 @@ def check_algorithm(config: Config) -> list[str]:
             f"rollout.n is {n}: algorithm.adv_estimator {name} compares the responses to one "
             "prompt, and a single one would never teach anything; set rollout.n to 2 or more"
         )
+    if config.algorithm.filter_groups and n < 2:
+        problems.append(
+            f"rollout.n is {n}: algorithm.filter_groups leaves out prompts whose responses have "
+            "equal scores, as those of a single one always are; set rollout.n to 2 or more, or "
+            "algorithm.filter_groups=false"
+        )
+    longest, buffer = config.rollout.max_response_length, config.reward.overlong_buffer
+    if buffer > longest:
+        problems.append(
+            f"reward.overlong_buffer is {buffer}: it lies before rollout.max_response_length "
+            f"({longest}), so it must be at most that; lower it"
+        )
     if not traits.uses_critic:
         problems += _check_no_critic(config)
     return problems

@@ -52,6 +52,21 @@ class AlgorithmSection:
         0.1, "nats: mean over a sample's tokens", verl="algorithm.kl_ctrl.target_kl"
     )
     horizon: float = opt(10000.0, "samples; speed of control", verl="algorithm.kl_ctrl.horizon")
+    filter_groups: bool = opt(
+        False,
+        "dynamic sampling: leave out prompts whose responses all have the same score, and draw "
+        "others in their place",
+        verl="algorithm.filter_groups.enable",
+    )
+    max_sampling_rounds: int = opt(
+        10,
+        "with filter_groups: batches of prompts that a step may draw; then groups of equal scores "
+        "fill it up",
+        verl="algorithm.filter_groups.max_num_gen_batches",
+    )
+    mask_truncated: bool = opt(
+        False, "responses cut at their length limit count in no loss, and in no group"
+    )
     rollout_is: Literal["none", "token", "sequence"] = opt(
         "none", "weigh the policy loss by trainer over engine probability, of a token or a sample",
         verl=C + "rollout_is",
@@ -71,7 +86,17 @@ class AlgorithmSection:
         p = Problems()
         p.within(0, 1, gamma=self.gamma, lam=self.lam)
         p.not_negative(kl_coef=self.kl_coef)
-        p.positive(target_kl=self.target_kl, horizon=self.horizon)
+        p.positive(
+            target_kl=self.target_kl,
+            horizon=self.horizon,
+            max_sampling_rounds=self.max_sampling_rounds,
+        )
+        p.require(
+            not (self.mask_truncated and self.bootstrap_truncated),
+            "mask_truncated", self.mask_truncated,
+            "bootstrap_truncated trains on the responses that it leaves out; set one of them to "
+            "false",
+        )  # fmt: skip
         for name, value in (
             ("rollout_is_threshold", self.rollout_is_threshold),
             ("rollout_rs_threshold", self.rollout_rs_threshold),

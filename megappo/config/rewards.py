@@ -178,10 +178,23 @@ class RewardSection:
         0.05,
         "share of a step's responses, over all ranks, whose reward may fail before the run stops",
     )
+    overlong_buffer: int = opt(
+        0,
+        "tokens before rollout.max_response_length over which a training score is lowered, up to "
+        "overlong_penalty_factor; 0: never",
+        verl="reward_model.overlong_buffer.len",
+    )
+    overlong_penalty_factor: float = opt(
+        1.0, "most that overlong_buffer takes from a score",
+        verl="reward_model.overlong_buffer.penalty_factor",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         p = Problems()
-        p.positive(num_threads=self.num_threads)
+        p.positive(
+            num_threads=self.num_threads, overlong_penalty_factor=self.overlong_penalty_factor
+        )
+        p.not_negative(overlong_buffer=self.overlong_buffer)
         p.within(0, 1, max_error_rate=self.max_error_rate)
         for source in self.sources:
             try:

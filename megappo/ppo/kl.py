@@ -4,10 +4,10 @@ Legend: B samples, T response tokens; nats. With tokens sampled from the policy 
 q, each kind estimates KL(p || q) from `r = log q - log p`, after Schulman's note "Approximating
 KL Divergence" (2020).
 
-Which kind for what: in the *reward* only the value matters, so k1 (unbiased) or k3 (unbiased, low
-variance, never negative) serve. As a *loss* the gradient matters, and there k1's has mean zero
-and k3's is that of the forward KL(q || p); k2 has the gradient of KL(p || q). `k3+` has k3's
-value and k2's gradient.
+Which kind for what: in the *reward* k1 has the gradient of KL(p || q). k3 has its value there too,
+with less variance, but a policy gradient lacks what the estimate itself changes by, which is k3's
+gradient as a loss. As a *loss* k1's gradient has mean zero and k3's is that of the forward
+KL(q || p); k2 has the gradient of KL(p || q). `k3+` has k3's value and k2's gradient.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Token rewards: the score on the last trained token, less the weighted KL on every trained one.
 
-Legend: B samples, T response tokens. Left out: how a score comes about, and penalties that depend
-on length.
+Legend: B samples, T response tokens. Left out: how a score comes about.
 """
 
 from __future__ import annotations
@@ -30,6 +29,33 @@ def place_scores(scores: Tensor, response_mask: Tensor) -> Tensor:
     trained_from_here = response_mask.flip(-1).cumsum(-1).flip(-1)
     is_last = response_mask & (trained_from_here == 1)
     return zero_outside(scores.unsqueeze(-1).expand(response_mask.shape), is_last)
+
+
+def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, factor: float) -> Tensor:
+    """A penalty that grows with length over the last `buffer` tokens before the limit.
+
+    Yu 2025 (DAPO, arXiv 2503.14476), eq. 13: 0 up to `max_length - buffer` tokens, then
+    `-factor (length - (max_length - buffer)) / buffer`, never below `-factor`.
+
+    Args:
+        lengths: [B] response tokens.
+        max_length: tokens at which a response is cut.
+        buffer: tokens over which the penalty grows, from 1 to `max_length`.
+        factor: the largest penalty, >= 0.
+
+    Returns:
+        [B] float32, in [-factor, 0].
+
+    Raises:
+        ValueError: if `buffer` is out of range.
+    """
+    if not 1 <= buffer <= max_length:
+        raise ValueError(
+            f"buffer must be from 1 to max_length {max_length}, got {buffer}: it lies before the "
+            "limit"
+        )
+    excess = (lengths.float() - (max_length - buffer)) / buffer
+    return -factor * excess.clamp(min=0.0, max=1.0)
 
 
 def token_rewards(

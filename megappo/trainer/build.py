@@ -42,11 +42,10 @@ from megappo.rollout.sglang_engine import EngineSettings, SGLangEngine
 from megappo.rollout.sglang_server import SGLangServer
 from megappo.rollout.worker import RolloutWorker
 from megappo.trainer.balance import Balancer
-from megappo.trainer.collect import Collector, DrawnSource, Finisher, GreedyFinisher
+from megappo.trainer.build_collector import make_collector
 from megappo.trainer.corrector import Correction, Corrector
 from megappo.trainer.estimate import make_estimator
 from megappo.trainer.evaluate import Evaluator
-from megappo.trainer.group_metrics import GroupMetrics
 from megappo.trainer.guard import Guard
 from megappo.trainer.memory import ModelMemory
 from megappo.trainer.micro_batches import MicroBatchPlanner
@@ -91,11 +90,12 @@ def build_trainer(
         sampling=_sampling(config),
         sleeps=config.rollout.sleep,
     )
+    scorer = BatchScorer(scorer=make_scorer(config), sources=found.train_sources, context=context)
     return PPOTrainer(
         context=context,
         sampler=found.sampler,
         rollouts=rollouts,
-        collector=make_collector(config, found, context, rollouts),
+        collector=make_collector(config, found, rollouts, scorer),
         actor=actor,
         reference=reference,
         critic=critic,
@@ -124,32 +124,6 @@ def build_trainer(
             peak_flops_per_s=peak_flops_per_s(config, context.device),
         ),
         memory_agreement=MemoryAgreement(context, config.parallel),
-    )
-
-
-def make_collector(
-    config: Config, found: Preflight, context: ParallelContext, rollouts: RolloutWorker
-) -> Collector:
-    """Where a step's samples come from."""
-    scorer = BatchScorer(scorer=make_scorer(config), sources=found.train_sources, context=context)
-    source = DrawnSource(
-        context=context,
-        dataset=found.train_set,
-        sampler=found.sampler,
-        rollouts=rollouts,
-        scorer=scorer,
-        mini_batch_prompts=config.actor.mini_batch_size,
-    )
-    finishers: list[Finisher] = []
-    if config.algorithm.traits.uses_greedy_baseline:
-        finishers.append(GreedyFinisher(rollouts=rollouts, scorer=scorer, shape=None))
-    return Collector(
-        source=source,
-        scorer=scorer,
-        finishers=finishers,
-        groups=GroupMetrics(
-            n=config.rollout.n, sources=found.train_sources, reports=context.reports_samples
-        ),
     )
 
 

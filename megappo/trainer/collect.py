@@ -7,7 +7,7 @@ after another. Both are chosen when a run is built.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from megappo.data.prompts import PromptDataset
@@ -122,7 +122,7 @@ class GreedyFinisher:
         with scope.watch.phase("score"):
             answers = self.scorer.score(answers, self.rollouts.my_part(len(answers)), unseen)
         if self.shape is not None:
-            answers = self.shape.finish(answers, StepScope(**{**vars(scope), "tally": unseen}))
+            answers = self.shape.finish(answers, replace(scope, tally=unseen))
         assert answers.scores is not None
         if self.rollouts.context.reports_samples:
             scope.tally.add(self.means[0], answers.scores.double().sum().item(), len(answers))

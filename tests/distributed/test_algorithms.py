@@ -1,10 +1,12 @@
-"""Estimators and policy losses in every kind of layout, with siblings apart on different ranks."""
+"""Estimators, policy losses, dynamic sampling in every layout, with siblings on several ranks."""
 
 import pytest
 import torch
 
+from megappo.data.sampler import PromptSampler, rank_share
 from megappo.ppo.advantages import group_advantages
 from tests.distributed.launch import run_ranks
+from tests.distributed.workers.dynamic_sampling import BATCH, CASES, MINI, N, scores_of
 from tests.tiny_run import make_run
 
 pytestmark = pytest.mark.distributed
@@ -97,3 +99,51 @@ def test_the_policy_losses_are_different_ones(found):
     norms = [loss["norm"] for loss in found["alone"][0]["losses"].values()]
     assert min(norms) > 1e-3
     assert len({round(norm, 6) for norm in norms}) == len(norms)
+
+
+def expected_groups(case):
+    """(row, round) of a step's groups in order, by a loop over rounds as one would write it."""
+    num_rows, max_rounds = CASES[case]
+    sampler = PromptSampler(num_rows, batch_size=BATCH, seed=3, shuffle=True)
+    kept, spare, rounds = {}, {}, 0
+    while rounds < max_rounds and len(kept) < BATCH:
+        for row in sampler.next_batch()[1]:
+            differs = len(set(scores_of(row, rounds, num_rows))) > 1
+            if differs and row not in kept:
+                kept[row] = rounds
+            elif row not in spare:
+                spare[row] = rounds
+        rounds += 1
+    filling = [(row, at) for row, at in spare.items() if row not in kept]
+    return ([*kept.items(), *filling])[:BATCH], len(kept), rounds, sampler.state_dict()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_dynamic_sampling_takes_groups_of_different_scores_in_the_order_drawn(found, case):
+    groups, num_kept, rounds, sampler = expected_groups(case)
+    for name, ranks in found.items():
+        for rank in ranks:
+            got = rank["dynamic"][case]
+            dp, dp_rank = (2, ranks.index(rank)) if name == "dp2" else (1, 0)
+            mine = rank_share(groups, mini_batch_size=MINI, dp_rank=dp_rank, dp_size=dp)
+            assert got["texts"] == [f"{row} {at} {k}" for row, at in mine for k in range(N)]
+            assert got["sources"] == [f"source {row}" for row, _ in mine for _ in range(N)]
+            num_rows = CASES[case][0]
+            assert got["scores"] == [s for row, at in mine for s in scores_of(row, at, num_rows)]
+            assert [len(r) for r in got["responses"]] == [
+                1 + (row + k) % 3 for row, _ in mine for k in range(N)
+            ]
+            assert got["metrics"]["sampling/rounds"] == rounds
+            filled = (BATCH - min(num_kept, BATCH)) / BATCH
+            assert got["metrics"]["sampling/filled_share"] == pytest.approx(filled)
+            assert got["sampler"] == sampler
+
+
+def test_dynamic_sampling_is_bounded_and_says_how_much_it_kept(found):
+    metrics = {case: found["alone"][0]["dynamic"][case]["metrics"] for case in CASES}
+    assert metrics["enough"]["sampling/rounds"] == 3
+    assert metrics["enough"]["sampling/kept_share"] == pytest.approx(8 / 24)
+    assert metrics["enough"]["sampling/filled_share"] == 0
+    assert metrics["bounded"]["sampling/rounds"] == 1
+    assert metrics["bounded"]["sampling/filled_share"] > 0.5
+    assert 1 < metrics["again"]["sampling/rounds"] <= 4

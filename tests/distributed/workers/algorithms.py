@@ -1,4 +1,4 @@
-"""Every estimator and every policy loss on fixed samples in one layout; writes what came out.
+"""Estimators, policy losses and dynamic sampling on fixed samples; writes what came out.
 
 Siblings lie on different data-parallel ranks where there are several, and samples are masked in
 part or wholly. No model is updated: the learning rate is 0.
@@ -22,6 +22,7 @@ from megappo.trainer.build import build_roles
 from megappo.trainer.estimate import make_estimator
 from megappo.trainer.preflight import preflight
 from megappo.types import MiniBatch, RolloutBatch
+from tests.distributed.workers.dynamic_sampling import collect_all
 from tests.distributed.workers.update import made_up, whole_batch
 
 
@@ -76,6 +77,7 @@ def main() -> None:
     torch.save(
         {
             "rows": rows,
+            "dynamic": collect_all(context),
             "advantages": advantages,
             "losses": losses,
             "samples": {"mask": batch.response_mask, "scores": batch.scores, "now": now,

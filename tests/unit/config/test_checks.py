@@ -355,3 +355,26 @@ def test_gspo_with_the_clip_and_the_mean_of_ppo_is_warned_of(make):
     assert "1 - 0.2 and 1 + 0.2" in warnings()
     assert "actor.loss_agg_mode is token-mean" in warnings("actor.clip_ratio=0.0003")
     assert not warnings("actor.clip_ratio=0.0003", "actor.loss_agg_mode=seq-mean-token-mean")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algorithm.filter_groups=true"], "rollout.n is 1: algorithm.filter_groups leaves out"),
+        (
+            ["rollout.max_response_length=100", "reward.overlong_buffer=120"],
+            "reward.overlong_buffer is 120: it lies before rollout.max_response_length (100)",
+        ),
+        (["reward.overlong_buffer=-1"], "reward.overlong_buffer is -1"),
+        (["reward.overlong_penalty_factor=0"], "reward.overlong_penalty_factor is 0"),
+        (["algorithm.max_sampling_rounds=0"], "algorithm.max_sampling_rounds is 0"),
+        (
+            ["algorithm.mask_truncated=true", "algorithm.bootstrap_truncated=true"],
+            "algorithm.mask_truncated is True: bootstrap_truncated trains on the responses",
+        ),
+    ],
+)
+def test_sampling_policies_that_cannot_work_are_refused(make, overrides, message):
+    with pytest.raises(ConfigError) as caught:
+        make(*overrides)
+    assert message in str(caught.value)

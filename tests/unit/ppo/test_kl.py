@@ -54,6 +54,29 @@ def test_expected_gradient_of_each_kind_over_both_tokens(kind, gradient) -> None
     assert logits.grad[0].item() == pytest.approx(gradient, abs=1e-6)
 
 
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_expected_gradient_of_each_kind_over_five_tokens(kind) -> None:
+    """Against autograd of the exact KL, of the KL the other way round, or of what k1 and abs do."""
+    p = torch.tensor([0.4, 0.25, 0.2, 0.1, 0.05], dtype=torch.float64)
+    q = torch.tensor([0.1, 0.3, 0.25, 0.05, 0.3], dtype=torch.float64)
+
+    def gradient(objective):
+        logits = p.log().requires_grad_()
+        objective(logits.log_softmax(0)).backward()
+        return logits.grad
+
+    found = gradient(lambda log_p: (p * kl_penalty(log_p, q.log(), kind)).sum())
+    if kind.endswith("+") or kind in ("k2", "mse"):
+        expected = gradient(lambda log_p: (log_p.exp() * (log_p - q.log())).sum())
+    elif kind in ("k3", "low_var_kl"):
+        expected = gradient(lambda log_p: (q * (q.log() - log_p)).sum())
+    elif kind == "abs":
+        expected = gradient(lambda log_p: (p * (p / q).log().sign() * log_p).sum())
+    else:
+        expected = torch.zeros(5)
+    assert (found - expected).abs().max() < 1e-6
+
+
 @pytest.mark.parametrize("kind", ["k1", "k3", "k3+"])
 def test_expected_value_of_an_unbiased_kind_is_the_kl(kind) -> None:
     p = torch.tensor([0.7, 0.3])

@@ -15,6 +15,7 @@ from megappo.ppo.cispo import cispo_loss
 from megappo.ppo.gspo import gspo_loss, sequence_log_ratio
 from megappo.ppo.losses import policy_loss
 from megappo.ppo.returns import outcomes, returns_to_go, spread
+from megappo.ppo.rewards import token_rewards
 from megappo.ppo.sapo import sapo_loss
 
 RESPONSES = torch.tensor(list(itertools.product(range(3), range(3))))  # [9, 2]
@@ -25,6 +26,8 @@ REWARDS = torch.tensor(
      [-1.0, 1.0], [-1.0, 6.0]], dtype=torch.float64,
 )  # fmt: skip
 """[9, 2]: the first depends on the first token alone."""
+SHIFT = torch.randn(4, 3, generator=torch.Generator().manual_seed(4), dtype=torch.float64) / 2
+"""What the policy has moved by since its samples were drawn."""
 NO_CLIP = {"clip_ratio_low": 1.0, "clip_ratio_high": 1e6, "clip_ratio_c": None}
 
 
@@ -138,6 +141,41 @@ def test_a_greedy_baseline_keeps_the_true_gradient():
     assert_equal(expected_gradient(RESPONSES, p, advantages), TRUE)
 
 
+def kl_in_the_reward(kind):
+    """Expected gradient of REINFORCE on R less 0.3 KL, estimated from the sampled tokens alone."""
+    _, mask, p = everything()
+    now, ref = log_probs(THETA, RESPONSES), log_probs(THETA + SHIFT, RESPONSES)
+    rewards, _ = token_rewards(
+        outcomes(REWARDS, mask), mask, log_probs=now, ref_log_probs=ref, kl_coef=0.3, kl_kind=kind
+    )
+    return expected_gradient(RESPONSES, p, returns_to_go(rewards, mask, gamma=1.0))
+
+
+def reward_less_kl(theta):
+    """Expected R less 0.3 times the exact KL of whole responses."""
+    new, ref = log_probs(theta, RESPONSES), log_probs(THETA + SHIFT, RESPONSES)
+    kl = (new - ref).sum(dim=-1)
+    return (probabilities(theta) * (REWARDS.sum(dim=-1) - 0.3 * kl)).sum()
+
+
+def test_k1_in_the_reward_has_the_gradient_of_the_exact_kl():
+    expected = gradient_of(reward_less_kl)
+    assert_equal(kl_in_the_reward("k1"), expected)
+    assert (expected - TRUE).abs().max() > 1e-2
+
+
+def test_k3_in_the_reward_is_off_by_the_gradient_that_it_has_as_a_loss():
+    """Its value is the KL's, but part of the KL's gradient is that of the estimate itself."""
+
+    def as_a_loss(theta):
+        r = log_probs(THETA + SHIFT, RESPONSES) - log_probs(theta, RESPONSES)
+        return (probabilities(THETA) * (r.exp() - r - 1).sum(dim=-1)).sum()
+
+    bias = 0.3 * gradient_of(as_a_loss)
+    assert bias.abs().max() > 1e-2
+    assert_equal(kl_in_the_reward("k3"), gradient_of(reward_less_kl) + bias)
+
+
 def test_leaving_one_out_has_the_true_gradient():
     assert_equal(of_pairs("rloo"), TRUE)
 
@@ -159,10 +197,6 @@ def test_grpo_of_two_siblings_climbs_how_often_a_response_beats_the_other():
     assert_equal(of_pairs("grpo"), expected)
     cosine = torch.cosine_similarity(expected.flatten(), TRUE.flatten(), dim=0)
     assert cosine < 0.99
-
-
-SHIFT = torch.randn(4, 3, generator=torch.Generator().manual_seed(4), dtype=torch.float64) / 2
-"""What the policy has moved by since its samples were drawn."""
 
 
 def moved_gradient(loss, *, divide_by_length=False):
