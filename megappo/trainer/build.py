@@ -27,7 +27,6 @@ from megappo.models.lora import add_adapters
 from megappo.models.name_map import Head
 from megappo.models.spec import ModelSpec
 from megappo.models.weights import hf_names, load_hf_weights
-from megappo.ppo.kl import AdaptiveKLController, FixedKLController, KLController
 from megappo.rewards.scorer import Scorer
 from megappo.roles.actor import Actor, Policy
 from megappo.roles.base import Network
@@ -44,7 +43,7 @@ from megappo.rollout.worker import RolloutWorker
 from megappo.trainer.balance import Balancer
 from megappo.trainer.build_collector import make_collector
 from megappo.trainer.corrector import Correction, Corrector
-from megappo.trainer.estimate import make_estimator
+from megappo.trainer.estimate import make_estimator, make_kl_controller
 from megappo.trainer.evaluate import Evaluator
 from megappo.trainer.guard import Guard
 from megappo.trainer.memory import ModelMemory
@@ -99,7 +98,7 @@ def build_trainer(
         actor=actor,
         reference=reference,
         critic=critic,
-        estimator=make_estimator(config.algorithm, _kl_controller(config), context),
+        estimator=make_estimator(config.algorithm, make_kl_controller(config.algorithm), context),
         guard=Guard(settings=config.guard, comparable=not rollouts.sampling.truncates),
         plan=StepPlan(
             mini_batch=mini_batch,
@@ -343,13 +342,6 @@ def build_roles(
         critic,
         Policy(network=net, chunks=net.chunks, temperature=temperature, memory=memory),
     )
-
-
-def _kl_controller(config: Config) -> KLController:
-    settings = config.algorithm
-    if settings.kl_ctrl == "adaptive":
-        return AdaptiveKLController(settings.kl_coef, settings.target_kl, settings.horizon)
-    return FixedKLController(settings.kl_coef)
 
 
 def _sampling(config: Config) -> SamplingSettings:

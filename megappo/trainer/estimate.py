@@ -14,7 +14,7 @@ from torch import Tensor
 from megappo.config.learning import AlgorithmSection
 from megappo.distributed.metrics import Tally
 from megappo.distributed.parallel import ParallelContext, sum_over_data
-from megappo.ppo.kl import KLController
+from megappo.ppo.kl import AdaptiveKLController, FixedKLController, KLController
 from megappo.ppo.rewards import token_rewards
 from megappo.trainer.advantage_methods import METHODS, AdvantageMethod
 from megappo.types import RolloutBatch
@@ -80,3 +80,10 @@ def make_estimator(
         context=context,
         method=METHODS[settings.adv_estimator](settings, context),
     )
+
+
+def make_kl_controller(settings: AlgorithmSection) -> KLController:
+    """What `algorithm.kl_ctrl` names."""
+    if settings.kl_ctrl == "adaptive":
+        return AdaptiveKLController(settings.kl_coef, settings.target_kl, settings.horizon)
+    return FixedKLController(settings.kl_coef)
