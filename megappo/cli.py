@@ -1,4 +1,4 @@
-"""The `megappo` command: `check`, `doctor`, `convert`, `report`, `data`, each done elsewhere."""
+"""The `megappo` command: `check`, `doctor`, `plan`, `convert`, `report`, `data`; each elsewhere."""
 
 from __future__ import annotations
 
@@ -42,6 +42,12 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
 
     doctor = commands.add_parser("doctor", help="what this machine has, and lacks for a run")
     doctor_command.add_arguments(doctor)
+
+    plan = commands.add_parser("plan", help="memory, traffic and time of a layout; or the best one")
+    if "plan" in arguments[:1]:  # as below
+        from megappo.trainer.plan_command import add_arguments as add_plan_arguments
+
+        add_plan_arguments(plan)
 
     convert = commands.add_parser("convert", help="Hugging Face folders to Megatron and back")
     if "convert" in arguments[:1]:  # torch takes seconds to import, which the others do without

@@ -27,6 +27,11 @@ MOMENT_BYTES = 8
 MAIN_PARAM_BYTES = 4
 """The float32 copy of a bfloat16 parameter; float32 parameters need none."""
 
+LOG_PROB_TEMPORARIES = 3
+"""Float32 pieces of logits that exist at a time (distributed/vocab_parallel.py)."""
+LOG_PROB_TEMPORARY_BYTES = 4 * 2**23
+"""Of each: `CHUNK_ELEMENTS` there."""
+
 # What cannot be derived: assumed, and not measured on a GPU by this project.
 
 DEVICE_RESERVE_BYTES = 2 * GIB
@@ -47,6 +52,8 @@ MEMORY_EFFICIENCY = 0.8
 """Share of the memory bandwidth that a pass over memory reaches."""
 LINK_EFFICIENCY = 0.8
 """Share of a link's bandwidth that large messages reach."""
+HOST_BYTES_PER_S = 50 * GIGA
+"""Between a device and pinned host memory, one direction: PCIe 5.0 x16 (64 GB/s) with overhead."""
 DECODE_LATENCY_S = 20e-6
 """Launches and small collectives of one layer in one decoding step, with CUDA graphs."""
 GPUS_PER_NODE = 8
@@ -55,6 +62,8 @@ GPUS_PER_NODE = 8
 
 MAX_TP, MAX_CP = 8, 8
 """TP stays within a node; CP above this is for longer contexts than `rollout` knows."""
+MIN_CP_TOKENS = 2048
+"""Of the longest sample on each CP rank; smaller pieces keep no device busy."""
 SEARCHED_VPP = (1, 2)
 
 

@@ -1,0 +1,103 @@
+"""`megappo plan` as it is typed: tables, JSON, exit codes, and mistakes without a traceback."""
+
+import json
+
+import pytest
+
+from megappo.cli import main
+from tests.unit.planner.conftest import OFFLOAD, SERVERS, config_file, save_model
+from tests.unit.planner.published import DEEPSEEK_V3, LLAMA_70B
+
+__all__ = ["config_file", "save_model"]  # fixtures
+LAYOUT = ["parallel.tp=8", "parallel.pp=4", "parallel.sequence_parallel=true", *OFFLOAD]
+
+
+@pytest.fixture
+def run(config_file, save_model, capsys):
+    folder = save_model(LLAMA_70B)
+
+    def call(*arguments, model=folder):
+        code = main(["plan", str(config_file), "--model", model, *arguments])
+        out, error = capsys.readouterr()
+        return code, out, error
+
+    return call
+
+
+def test_a_layout_that_fits_is_shown_as_a_table_and_as_json(run):
+    code, out, _ = run("--gpus", "64", *LAYOUT)
+    assert code == 0
+    assert "layout     TP8+SP x PP4 x CP1 x DP2" in out
+    assert "fits       yes" in out
+    for word in ("update_actor", "optimizer", "MFU", "bubble", "tp", "sync"):
+        assert word in out
+    code, out, _ = run("--nodes", "8", "--json", *LAYOUT)
+    found = json.loads(out)
+    assert code == 0
+    assert found["fits"] is True
+    assert found["devices"] == 64
+    assert found["parameters"]["actor"] == 70_553_706_496
+    for phase in found["memory_bytes"].values():
+        assert phase["total"] == pytest.approx(sum(phase["parts"].values()))
+        assert phase["total"] < 80e9
+    assert found["step_seconds"] == pytest.approx(sum(found["seconds"].values()))
+
+
+def test_a_layout_that_does_not_fit_ends_with_1_and_says_where(run):
+    code, out, _ = run("--gpus", "64", *LAYOUT[:3])
+    assert code == 1
+    assert "fits       no: " in out
+    assert "sync needs" in out
+    assert run("--gpus", "64", "--gpu", "b200", *LAYOUT[:3])[0] == 0
+
+
+def test_a_search_prints_arguments_that_fit_and_reasons(run):
+    code, out, _ = run("--gpus", "64", "--search", "--json", "--top", "2")
+    found = json.loads(out)
+    assert code == 0
+    assert len(found["plans"]) == 2
+    assert found["num_fitting"] + len(found["refused"]) == found["num_tried"]
+    best = found["plans"][0]
+    code, out, _ = run("--gpus", "64", "--json", *best["overrides"])
+    assert json.loads(out)["step_seconds"] == pytest.approx(best["step_seconds"])
+    code, out, _ = run("--gpus", "64", "--search", "--top", "1")
+    assert " ".join(best["overrides"]) in out
+    assert "refused:" in out
+
+
+def test_a_search_without_a_layout_ends_with_1_and_what_check_would_refuse_is_said(run, save_model):
+    folder = save_model(DEEPSEEK_V3, "deepseek")
+    code, out, _ = run("--gpus", "16", "--search", *SERVERS, model=folder)
+    assert code == 1
+    assert "0 fit" in out
+    assert "at its leanest" in out
+    assert "warning    megappo check refuses such a run for another reason" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpus", "8", "--gpu", "h100"], "known: h100-80gb, h200, b200, a100-80gb"),
+        ([], "either --gpus N or --nodes N"),
+        (["--gpus", "8", "--nodes", "1"], "either --gpus N or --nodes N"),
+        (["--gpus", "0"], "--gpus is 0: it must be at least 1"),
+        (["--gpus", "12"], "--gpus is 12: it must be whole nodes of 8"),
+        (["--gpus", "8", "--response-length", "5000"], "rollout.max_response_length (3072)"),
+        (["--gpus", "8", "--efficiency", "1.5"], "--efficiency is 1.5: it must lie in (0, 1]"),
+        (["--gpus", "8", "parallel.tp=3"], "cannot be split by TP 3"),
+        (["--gpus", "8", "parallel.pp=8", "parallel.vpp=16"], "80 layers do not fill 128"),
+        (["--gpus", "64", "rollout.tp=16"], "a node has 8 ranks"),
+        (["--gpus", "8", "parallel.tpp=2"], "parallel.tpp is not a known key"),
+    ],
+    ids=str,
+)
+def test_mistakes_end_with_2_and_say_what_to_do(run, arguments, message):
+    code, _, error = run(*arguments)
+    assert code == 2
+    assert message in error
+
+
+def test_a_folder_without_config_is_named(run, tmp_path):
+    code, _, error = run("--gpus", "8", model=str(tmp_path))
+    assert code == 2
+    assert "has no config.json" in error
