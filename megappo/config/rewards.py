@@ -173,6 +173,12 @@ class RewardSection:
     code: CodeRewardSection = section(CodeRewardSection, "code")
     remote: RemoteRewardSection = section(RemoteRewardSection, "remote")
     custom: CustomRewardSection = section(CustomRewardSection, "custom")
+    overlap: bool = opt(
+        True, "score each response when it ends, while others are generated; changes no score"
+    )
+    num_examine: int = opt(
+        0, "samples of each data_source shown on the screen a step", verl="reward_model.num_examine"
+    )
     num_threads: int = opt(4, "responses scored at once on a rank", verl="reward_model.num_workers")
     max_error_rate: float = opt(
         0.05,
@@ -194,7 +200,7 @@ class RewardSection:
         p.positive(
             num_threads=self.num_threads, overlong_penalty_factor=self.overlong_penalty_factor
         )
-        p.not_negative(overlong_buffer=self.overlong_buffer)
+        p.not_negative(overlong_buffer=self.overlong_buffer, num_examine=self.num_examine)
         p.within(0, 1, max_error_rate=self.max_error_rate)
         for source in self.sources:
             try:

@@ -41,6 +41,7 @@ START_TIMEOUT_S = 100.0
 """For a child to be ready; less than the pool waits for the supervisor."""
 LOOK_S = 0.1
 """How often the processes below a child at work are counted."""
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +65,10 @@ def main(module: str) -> None:
         module: the one that has the task.
     """
     task: Task = importlib.import_module(module).TASK
-    # Ctrl-C reaches the whole process group; the trainer decides, and closes stdin when it ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A terminal or launcher signals the whole process group; the trainer decides what becomes of
+    # the step, and closes stdin when it ends.
+    for number in _STOPS:
+        signal.signal(number, signal.SIG_IGN)
     adopt_orphans()
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     # Whatever anybody prints must not end up between the replies.
@@ -238,8 +241,8 @@ class _Lost(Exception):  # noqa: N818, what became of a child
 
 
 def _descendants() -> list[int]:
-    """Every process below this one, zombies left out of those that are not its own."""
-    parents: dict[int, list[int]] = {}
+    """Every process below this one, those that nobody has reaped included."""
+    children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdecimal():
             try:
@@ -247,10 +250,11 @@ def _descendants() -> list[int]:
             except OSError:
                 continue  # It ended meanwhile.
             # The name in brackets may hold anything, brackets too.
-            parents.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(name))
-    found, new = [], [os.getpid()]
+            children.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(name))
+    found: list[int] = []
+    new = [os.getpid()]
     while new:
-        new = [child for pid in new for child in parents.get(pid, [])]
+        new = [child for pid in new for child in children.get(pid, [])]
         found += new
     return found
 
@@ -286,6 +290,9 @@ def _work(
     me = os.getpid()
     try:
         die_with_parent(parent)
+        os.setsid()  # for the same reason; what the task starts stops at signals as usual
+        for number in _STOPS:
+            signal.signal(number, signal.SIG_DFL)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         with os.fdopen(requests) as lines, os.fdopen(answers, "w", encoding="utf-8") as out:
             _send(out, _guarded(partial(_start, task, settings, folder)))

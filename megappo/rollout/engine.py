@@ -5,7 +5,7 @@ Token ids go in and come out: what the engine sampled is what is trained, no tex
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -55,6 +55,16 @@ class SyncReport:
     """Names whose content was read back and compared; 0 if this push was not verified."""
 
 
+OnFinished = Callable[[int, Completion], None]
+"""Told of a response as soon as it has ended, while others go on: the number of its request in the
+call, and the response. From any thread, at most in passing, and perhaps not of every one: what an
+engine cannot tell early is in its answer."""
+
+
+def tell_nobody(number: int, completion: Completion) -> None:
+    """An `OnFinished` for callers that can wait."""
+
+
 class RolloutEngine(Protocol):
     """Generates with the newest weights it was given. All calls block.
 
@@ -70,7 +80,9 @@ class RolloutEngine(Protocol):
     def num_aborted(self) -> int:
         """Responses that the engine broke off and that were sampled again, since its start."""
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], *, on_finished: OnFinished = tell_nobody
+    ) -> list[Completion]:
         """One completion a request, in the order of the requests."""
 
     def update_weights(

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -28,9 +29,11 @@ from megappo.models.generation import CachedDecoder
 from megappo.rollout.draws import draw, uniform
 from megappo.rollout.engine import (
     GenerationRequest,
+    OnFinished,
     SyncReport,
     check_length,
     response_text,
+    tell_nobody,
 )
 from megappo.types import Completion
 
@@ -63,7 +66,9 @@ class MegatronEngine:
         """None ever: what runs here runs to its end."""
         return 0
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], *, on_finished: OnFinished = tell_nobody
+    ) -> list[Completion]:
         """One completion a request, in the order of the requests. Collective over TP.
 
         Raises:
@@ -77,13 +82,15 @@ class MegatronEngine:
         for number, request in enumerate(wanted):
             check_length(number, request, self.context_length)
         running = [_Response(request=request) for request in wanted]
+        first = sum(len(part) for part in parts[: self.context.model_rank])
+        mine = running[first : first + len(requests)]
+        for number, response in enumerate(mine):
+            response.on_end = partial(self._tell, on_finished, number)
         # Neighbours share a pass over their prompts, so they should be of one length.
         in_order = sorted(running, key=lambda response: len(response.request.token_ids))
         with on_device(self.memory, "params"):
             for start in range(0, len(in_order), self.max_running_requests):
                 self._run_wave(in_order[start : start + self.max_running_requests])
-        first = sum(len(part) for part in parts[: self.context.model_rank])
-        mine = running[first : first + len(requests)]
         return [response.completion(self.tokenizer) for response in mine]
 
     def update_weights(
@@ -153,6 +160,9 @@ class MegatronEngine:
     ) -> None:
         self.shutdown()
 
+    def _tell(self, on_finished: OnFinished, number: int, response: _Response) -> None:
+        on_finished(number, response.completion(self.tokenizer))
+
     def _require_awake(self) -> None:
         if self._ended:
             raise RuntimeError("the engine has ended: build another one")
@@ -193,6 +203,7 @@ class _Response:
     finish_reason: str | None = None
     matched: int | str | None = None
     """What ended it: a stop string or an end token."""
+    on_end: Callable[[_Response], None] = field(default=lambda response: None)
 
     def append(self, token: int, log_prob: float) -> None:
         self.token_ids.append(token)
@@ -211,6 +222,8 @@ class _Response:
             self.finish_reason = "stop"
         elif len(self.token_ids) == sampling.max_new_tokens:
             self.finish_reason = "length"
+        if self.finish_reason is not None:
+            self.on_end(self)
 
     def completion(self, tokenizer: Any) -> Completion:
         assert self.finish_reason is not None

@@ -28,8 +28,10 @@ from megappo.rollout.engine import (
     EngineFailure,
     EngineGone,
     GenerationRequest,
+    OnFinished,
     RolloutEngine,
     SyncReport,
+    tell_nobody,
 )
 from megappo.types import Completion
 
@@ -119,8 +121,12 @@ class EngineKeeper:
         """Of the last push; 0 are the model folder's weights."""
         return self._version
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], *, on_finished: OnFinished = tell_nobody
+    ) -> list[Completion]:
         """One completion a request, in the order of the requests. Collective over the world.
+
+        Of a response that is sampled again `on_finished` hears again.
 
         Raises:
             EnginesLost: on all ranks, if an engine failed and may not be replaced.
@@ -131,7 +137,7 @@ class EngineKeeper:
         while True:
             failure = None
             if answers is None:
-                answers, failure = self._try(requests)
+                answers, failure = self._try(requests, on_finished)
             if not self._tell(failure) and answers is not None:
                 return answers
             self._recover(failure)
@@ -180,7 +186,7 @@ class EngineKeeper:
             self._engine.shutdown()
 
     def _try(
-        self, requests: Sequence[GenerationRequest]
+        self, requests: Sequence[GenerationRequest], on_finished: OnFinished
     ) -> tuple[list[Completion] | None, str | None]:
         """Answers, or what failed."""
         if self._engine is None:
@@ -188,7 +194,7 @@ class EngineKeeper:
             return [], None
         before = self._engine.num_aborted
         try:
-            answers = self._engine.generate(requests)
+            answers = self._engine.generate(requests, on_finished=on_finished)
         except EngineFailure as error:
             self._num_aborted += len(requests)
             return None, self._note(error)

@@ -13,6 +13,9 @@ _ABORT_RETRIES = 3
 _PROBE_TEMPERATURE = 1e4
 """Near-uniform draws: different seeds agree with a chance of 1/V^8."""
 
+FINISHED = ("stop", "length")
+"""Reasons why a response is whole."""
+
 Send = Callable[[Sequence[GenerationRequest]], list[dict[str, Any]]]
 
 
@@ -58,7 +61,7 @@ def completion_of(output: dict[str, Any], *, version: str, tokenizer: Any) -> Co
     """
     meta = output["meta_info"]
     reason = meta["finish_reason"]
-    if reason["type"] not in ("stop", "length"):
+    if reason["type"] not in FINISHED:
         raise EngineRefused(f"SGLang did not finish a response: {reason}")
     if meta["weight_version"] != version:
         raise EngineRefused(

@@ -22,11 +22,20 @@ from megappo.rollout.engine import (
     EngineDied,
     EngineRefused,
     GenerationRequest,
+    OnFinished,
     SyncReport,
     check_length,
+    tell_nobody,
 )
 from megappo.rollout.ports import PortReservation, reserve_ports
-from megappo.rollout.sglang_answers import body_of, completion_of, outputs_of, seed_probe
+from megappo.rollout.sglang_answers import (
+    FINISHED,
+    body_of,
+    completion_of,
+    outputs_of,
+    seed_probe,
+)
+from megappo.rollout.sglang_finish import overhearing
 from megappo.rollout.sglang_process import SGLangProcess
 from megappo.rollout.sglang_settings import (
     INITIAL_WEIGHT_VERSION,
@@ -94,7 +103,9 @@ class SGLangEngine:
         """Process ids of the engine's own children."""
         return self._process.pids
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], *, on_finished: OnFinished = tell_nobody
+    ) -> list[Completion]:
         """One completion a request, in the order of the requests.
 
         Raises:
@@ -109,16 +120,21 @@ class SGLangEngine:
         self._require_weights()
         for number, request in enumerate(requests):
             check_length(number, request, self.settings.context_length)
-        outputs, num_aborted = outputs_of(requests, self._send)
+        places = {id(request): number for number, request in enumerate(requests)}
+
+        def heard(request: GenerationRequest, output: dict[str, Any]) -> None:
+            if output["meta_info"]["finish_reason"]["type"] in FINISHED:
+                on_finished(places[id(request)], self._completion(output))
+
+        def send(batch: Sequence[GenerationRequest]) -> list[dict[str, Any]]:
+            with overhearing(
+                self._process.manager, lambda number, output: heard(batch[number], output)
+            ):
+                return self._send(batch)
+
+        outputs, num_aborted = outputs_of(requests, send)
         self._num_aborted += num_aborted
-        completions = [
-            completion_of(
-                output,
-                version=str(self._weight_version),
-                tokenizer=self._process.manager.tokenizer,
-            )
-            for output in outputs
-        ]
+        completions = [self._completion(output) for output in outputs]
         self._require_new_cache(outputs[0])
         return completions
 
@@ -307,6 +323,13 @@ class SGLangEngine:
         except (ValueError, HTTPException) as error:  # how SGLang's manager reports a failure
             raise EngineRefused(f"SGLang refused to generate: {error}") from error
         return outputs
+
+    def _completion(self, output: dict[str, Any]) -> Completion:
+        return completion_of(
+            output,
+            version=str(self._weight_version),
+            tokenizer=self._process.manager.tokenizer,
+        )
 
     def _require_new_cache(self, first: dict[str, Any]) -> None:
         """The first response after a push must have computed its whole prompt itself."""

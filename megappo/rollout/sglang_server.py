@@ -28,8 +28,10 @@ from megappo.rollout.engine import (
     EngineGone,
     EngineRefused,
     GenerationRequest,
+    OnFinished,
     SyncReport,
     check_length,
+    tell_nobody,
 )
 from megappo.rollout.server_checks import ServerFacts, WantedModel, inspect_server
 from megappo.rollout.server_client import ServerClient
@@ -116,8 +118,12 @@ class SGLangServer:
         """Responses that the server broke off and that were sampled again, since the start."""
         return self._num_aborted
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], *, on_finished: OnFinished = tell_nobody
+    ) -> list[Completion]:
         """One completion a request, in the order of the requests.
+
+        They come as one answer, so `on_finished` is not told.
 
         Raises:
             UserError: a prompt and its response do not fit the context.

@@ -93,10 +93,12 @@ class DrawnSource:
         )
         prompts = PromptBatch(epoch=epoch, prompts=tuple(self.dataset.rows(mine)))
         with scope.watch.phase("generate"):
-            batch = self.rollouts.generate(prompts, step=scope.number, salt=salt)
+            overlap = self.scorer.begin()
+            batch = self.rollouts.generate(prompts, step=scope.number, salt=salt, listener=overlap)
         scope.may_stop()
         with scope.watch.phase("score"):
-            batch = self.scorer.score(batch, self.rollouts.my_part(len(batch)), scope.tally)
+            part = self.rollouts.my_part(len(batch))
+            batch = self.scorer.score(batch, part, scope.tally, overlap)
         scope.may_stop()
         return batch
 

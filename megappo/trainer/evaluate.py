@@ -15,8 +15,8 @@ from megappo.distributed.parallel import ParallelContext
 from megappo.rewards.scorer import Scorer
 from megappo.rollout.sampling import SamplingSettings
 from megappo.rollout.worker import RolloutWorker
-from megappo.trainer.scoring import add_parts, check_error_rate, part_metrics, sample_of
-from megappo.types import Completion, Prompt
+from megappo.trainer.scoring import Overlap, add_parts, check_error_rate, part_metrics, sample_of
+from megappo.types import Prompt
 
 ROWS_AT_ONCE = 1024
 _FAILURES = ("val/reward_error", "val/reward_timeout_rate")
@@ -46,21 +46,28 @@ class Evaluator:
         context = self.context
         for rows in blocks(len(self.dataset), rank=context.rank, world_size=context.world_size):
             prompts = self.dataset.rows(rows)
-            self._score(prompts, rollouts.answer(prompts, self.sampling, self.n), tally)
+            self._score(prompts, rollouts, tally)
         reduced = dict(reduce_tally(tally, self.context))
         check_error_rate(reduced["val/reward_error"], self.scorer.settings.max_error_rate)
         reduced["val/rows"] = float(len(self.dataset))
         return reduced
 
-    def _score(self, prompts: list[Prompt], answers: list[Completion], tally: Tally) -> None:
+    def _score(self, prompts: list[Prompt], rollouts: RolloutWorker, tally: Tally) -> None:
+        """Collective over the world."""
         asked = [p for p in prompts for _ in range(self.n)]
-        result = self.scorer.score(list(map(sample_of, asked, answers)))
-        for prompt, answer, score in zip(asked, answers, result.scores, strict=True):
+        overlap = Overlap(scorer=self.scorer) if self.scorer.settings.overlap else None
+        answers = rollouts.answer(prompts, self.sampling, self.n, listener=overlap)
+        if overlap is None:
+            result = self.scorer.score(list(map(sample_of, asked, answers)))
+            scores = result.scores
+        else:
+            result, scores = overlap.result()
+        for prompt, answer, score in zip(asked, answers, scores, strict=True):
             tally.add("val/score/mean", score, 1)
             tally.add(_by_source(prompt.data_source), score, 1)
             tally.add("val/response_length/mean", len(answer.token_ids), 1)
         for name, count in zip(_FAILURES, (result.errors, result.timeouts), strict=True):
-            tally.add(name, count, len(answers))
+            tally.add(name, count, len(result.scores))
         add_parts(tally, result, "val/reward/")
 
 

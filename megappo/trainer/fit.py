@@ -28,6 +28,7 @@ from megappo.models.weights import save_hf
 from megappo.rollout.recovery import EnginesLost
 from megappo.trainer.adjustments import Adjustments
 from megappo.trainer.evaluate import Evaluator
+from megappo.trainer.examine import examples
 from megappo.trainer.guard import StepAbandoned
 from megappo.trainer.out_of_memory import MemoryLost, OutOfMemoryNotes
 from megappo.trainer.ppo_trainer import PPOTrainer
@@ -310,6 +311,8 @@ class Run:
         batch = self.trainer.last_batch
         if self.records is not None and batch is not None and step:
             self.records.write_rollouts(step, batch, self.tokenizer)
+            for text in examples(batch, self.tokenizer, self.config.reward.num_examine):
+                self.say(text)
 
     def _warn(self, step: int, metrics: Mapping[str, float]) -> None:
         guard = self.trainer.guard

@@ -20,13 +20,7 @@ from megappo.planner.plan import as_json, plan
 from megappo.planner.report import plan_lines, search_lines
 from megappo.planner.search import Found, problems_of, search, summary
 from megappo.registry import did_you_mean
-from megappo.trainer.preflight import (
-    _check_engine_family as check_engine_family,
-)
-from megappo.trainer.preflight import (
-    _check_engine_split as check_engine_split,
-)
-from megappo.trainer.preflight import model_paths
+from megappo.trainer.model_checks import check_engine_family, check_engine_split, model_paths
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

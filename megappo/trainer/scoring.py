@@ -1,8 +1,14 @@
-"""Scores for samples: each rank of a replica scores the part that it generated."""
+"""Scores for samples, while others are generated or afterwards.
+
+With overlap the rank whose engine answers also scores, response by response as they end, and the
+scores go home to the rank that asked. Without it each rank of a replica scores the part that it
+asked for. Both give the same scores.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -10,9 +16,12 @@ from megappo.config.rewards import TOTAL, RewardSection
 from megappo.distributed.metrics import Tally, reduce_tally
 from megappo.distributed.parallel import ParallelContext, all_gather_objects
 from megappo.rewards.base import Sample
-from megappo.rewards.scorer import Scorer, ScoreResult
+from megappo.rewards.scorer import Scorer, ScoreResult, Scoring
+from megappo.rollout.worker import Route
 from megappo.types import Completion, Prompt, RolloutBatch
 
+OVERLAP = "reward/overlap"
+"""Share of the responses whose score was there when the last response of their engine ended."""
 RATES = ("reward/error_rate", "reward/timeout_rate", "reward/timeouts")
 
 
@@ -63,6 +72,47 @@ def add_parts(tally: Tally, result: ScoreResult, prefix: str) -> None:
         tally.add(f"{prefix}{source}/{TOTAL}", total, count)
 
 
+@dataclass(kw_only=True)
+class Overlap:
+    """Scores what this rank's engine answers while it does; a `rollout.worker.Listener`."""
+
+    scorer: Scorer
+    num_ready: int = field(default=0, init=False)
+    """scored when the last response was there"""
+    _prompts: Sequence[Prompt] = field(default=(), init=False)
+    _scoring: Scoring | None = field(default=None, init=False)
+    _route: Route | None = field(default=None, init=False)
+
+    def expect(self, prompts: Sequence[Prompt]) -> None:
+        """Rewards are built here, if they are new."""
+        self._prompts = prompts
+        self._scoring = self.scorer.begin([prompt.data_source for prompt in prompts])
+
+    def finished(self, number: int, completion: Completion) -> None:
+        """Its reward starts."""
+        assert self._scoring is not None, "expect comes first"
+        self._scoring.put(number, sample_of(self._prompts[number], completion))
+
+    def answered(self, route: Route) -> None:
+        """Counts what was hidden behind the generation."""
+        assert self._scoring is not None, "expect comes first"
+        self.num_ready, self._route = self._scoring.num_done, route
+
+    def result(self) -> tuple[ScoreResult, list[float]]:
+        """What was scored here, and the scores of what this rank asked for.
+
+        Collective over the sharing domain; waits for the slowest reward.
+        """
+        assert self._scoring is not None, "expect comes first"
+        assert self._route is not None, "answered comes first"
+        result = self._scoring.result()
+        return result, self._route.home(result.scores)
+
+    def count(self, tally: Tally, name: str) -> None:
+        """Adds the hidden share to a mean."""
+        tally.add(name, self.num_ready, len(self._prompts))
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchScorer:
     """Fills `scores`; failed rewards are counted, never silently 0."""
@@ -76,21 +126,37 @@ class BatchScorer:
     def means(self) -> tuple[str, ...]:
         """Metrics that every rank names."""
         parts = part_metrics(self.scorer.settings, self.sources).values()
-        return (*RATES, *(f"reward/{part}" for part in parts))
+        overlap = (OVERLAP,) if self.scorer.settings.overlap else ()
+        return (*RATES, *overlap, *(f"reward/{part}" for part in parts))
 
-    def score(self, batch: RolloutBatch, part: range, tally: Tally) -> RolloutBatch:
-        """Scores the samples in `part` here and gathers the rest. Collective over the world.
+    def begin(self) -> Overlap | None:
+        """Listens to the next generation, if scoring overlaps with it."""
+        return Overlap(scorer=self.scorer) if self.scorer.settings.overlap else None
+
+    def score(
+        self, batch: RolloutBatch, part: range, tally: Tally, overlap: Overlap | None = None
+    ) -> RolloutBatch:
+        """The batch with scores. Collective over the world.
+
+        Args:
+            batch: of this rank's replica.
+            part: samples that this rank asked for; it scores them now, if there is no overlap.
+            tally: of this rank.
+            overlap: listened to the generation of the batch.
 
         Raises:
             RuntimeError: on all ranks, if too many rewards failed.
         """
-        prompts, completions = (
-            batch.prompts[part.start : part.stop],
-            batch.completions[part.start : part.stop],
-        )
-        result = self.scorer.score(list(map(sample_of, prompts, completions)))
+        if overlap is None:
+            rows = slice(part.start, part.stop)
+            samples = list(map(sample_of, batch.prompts[rows], batch.completions[rows]))
+            result = self.scorer.score(samples)
+            mine = result.scores
+        else:
+            result, mine = overlap.result()
+            overlap.count(tally, OVERLAP)
         self._count(result, tally)
-        parts = all_gather_objects(result.scores, self.context.model_group)
+        parts = all_gather_objects(mine, self.context.model_group)
         scores = torch.tensor(
             [s for part_scores in parts for s in part_scores], dtype=torch.float32
         )

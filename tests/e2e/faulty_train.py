@@ -89,12 +89,12 @@ def install(faults: list[dict[str, object]], rank: int, run_dir: Path) -> None:
         return Faulty
 
     class SlowScorer(build.BatchScorer):
-        def score(self, batch, mine, tally):
+        def score(self, batch, mine, tally, *overlap):
             if planned("scorer", counts["scorer"]) is not None:
                 (run_dir / f"scoring_{rank}").touch()
                 time.sleep(30)
             counts["scorer"] += 1
-            return super().score(batch, mine, tally)
+            return super().score(batch, mine, tally, *overlap)
 
     def weights_hash(trainable) -> str:
         trainable.settle()

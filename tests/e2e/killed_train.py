@@ -33,14 +33,14 @@ def install(kills: list[dict[str, object]], rank: int) -> None:
     mine = [kill for kill in kills if kill["rank"] == rank]
 
     class KilledEngine(SGLangEngine):
-        def generate(self, requests):
+        def generate(self, requests, **listening):
             greedy = requests and requests[0].sampling.temperature == 0
             # Its start draws a few tokens to test seeds, of version 0.
             if kill := self._due("validating" if greedy else "generating", self.weight_version):
                 # Stopped, so that on a busy machine it is not done before it is killed.
                 os.kill(self._pid(kill), signal.SIGSTOP)
                 threading.Timer(random.uniform(0.0, 0.05), self._kill, [kill]).start()
-            answers = super().generate(requests)
+            answers = super().generate(requests, **listening)
             if not greedy and (kill := self._due("idle", self.weight_version)):
                 self._kill(kill)
             return answers

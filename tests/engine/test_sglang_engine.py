@@ -632,3 +632,23 @@ def test_impossible_engine_settings_are_refused(tiny_model, change, message):
     options = {"context_length": CONTEXT, "device": "cpu", "dtype": "float32", **change}
     with pytest.raises(UserError, match=message):
         EngineSettings(model_path=tiny_model, log_file=Path("log"), **options)
+
+
+def test_each_response_is_told_when_it_ends_and_not_with_the_last(engine):
+    lengths = [24, 2, 16, 4, 10]
+    told: list[tuple[int, Completion, int]] = []
+    sent_back = engine._process.manager.rid_to_state
+
+    def on_finished(number: int, completion: Completion) -> None:
+        told.append((number, completion, len(sent_back)))
+
+    requests = [
+        GenerationRequest(token_ids=p, seed=n, sampling=replace(FREE, max_new_tokens=length))
+        for n, (p, length) in enumerate(zip(PROMPTS, lengths, strict=False))
+    ]
+    answers = engine.generate(requests, on_finished=on_finished)
+    assert [number for number, _, _ in told] == [1, 3, 4, 2, 0]
+    assert [completion for _, completion, _ in told] == [answers[n] for n in (1, 3, 4, 2, 0)]
+    # Requests that SGLang still worked on when one of them was told.
+    assert [running for _, _, running in told] == [4, 3, 2, 1, 0]
+    assert engine.generate(requests) == answers

@@ -1,6 +1,7 @@
 """A user's own function: its signature, its mistakes, its limits, and nothing left of it."""
 
 import os
+import signal
 import time
 
 import psutil
@@ -122,6 +123,20 @@ def test_an_async_function_runs_for_a_whole_group_at_once(scorer_of):
     assert time.monotonic() - started < 40 * 0.3 / 2
     assert result.scores == [0.0 if n == 3 else float(n) for n in range(40)]
     assert (result.errors, result.timeouts) == (1, 0)
+
+
+def test_a_signal_that_stops_the_run_leaves_a_reward_at_work_alone(scorer_of):
+    waits = scorer_of("waits")
+    waits.score(rows("0"))
+    before = workers()
+    for process in before:
+        if process.ppid() == os.getpid():
+            process.terminate()
+            process.send_signal(signal.SIGINT)
+        else:
+            assert os.getsid(process.pid) == process.pid  # so a group's signal passes it by
+    assert waits.score(rows("1")).scores == [1.0]
+    assert workers() == before
 
 
 @pytest.mark.parametrize(("name", "more"), [("batch", 0), ("async_batch", 1)])

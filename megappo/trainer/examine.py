@@ -1,0 +1,34 @@
+"""A few samples of each data_source in words, for the screen: what is the policy rewarded for?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from megappo.types import RolloutBatch
+
+
+def examples(batch: RolloutBatch, tokenizer: Any, count: int) -> Iterator[str]:
+    """The first `count` samples of each data_source, of one rank's samples.
+
+    Args:
+        batch: with scores, and with texts: not after samples moved between ranks.
+        tokenizer: of the policy.
+        count: 0 for none.
+    """
+    assert batch.scores is not None
+    shown: Counter[str] = Counter()
+    for prompt, completion, score in zip(
+        batch.prompts, batch.completions, batch.scores.tolist(), strict=True
+    ):
+        if shown[prompt.data_source] >= count:
+            continue
+        shown[prompt.data_source] += 1
+        yield (
+            f"sample     row {prompt.row}, data_source {prompt.data_source}, score {score:g}, "
+            f"{len(completion.token_ids)} tokens, ended by {completion.finish_reason}\n"
+            f"  prompt        {tokenizer.decode(list(prompt.token_ids))!r}\n"
+            f"  response      {completion.text!r}\n"
+            f"  ground truth  {prompt.ground_truth!r}"
+        )
