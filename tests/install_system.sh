@@ -2,7 +2,7 @@
 # Debian packages that some tests need: Slurm with munge, network namespaces, a browser. Only those that
 # are absent are installed, which takes root and apt; without these the tests that need them are skipped, with the reason.
 set -euo pipefail
-wanted=(slurm-wlm munge iproute2 chromium)
+wanted=(slurm-wlm munge iproute2 chromium chromium-driver)
 missing=()
 for package in "${wanted[@]}"; do
     dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q "ok installed" || missing+=("$package")
