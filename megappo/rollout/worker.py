@@ -89,13 +89,16 @@ class RolloutWorker:
         pairs = [(prompt, k) for prompt in batch.prompts for k in range(self.n)]
         return self._generate_pairs(pairs, self.sampling, step=step, salt=salt, listener=listener)
 
-    def greedy(self, prompts: Sequence[Prompt], *, step: int) -> RolloutBatch:
+    def greedy(
+        self, prompts: Sequence[Prompt], *, step: int, listener: Listener | None = None
+    ) -> RolloutBatch:
         """The likeliest response to each prompt, by the training's other settings.
 
         Collective over the world. Ranks of a replica ask for the same prompts.
         """
         sampling = replace(self.sampling, temperature=0.0)
-        return self._generate_pairs([(prompt, 0) for prompt in prompts], sampling, step=step)
+        pairs = [(prompt, 0) for prompt in prompts]
+        return self._generate_pairs(pairs, sampling, step=step, listener=listener)
 
     def _generate_pairs(
         self,
@@ -104,7 +107,7 @@ class RolloutWorker:
         *,
         step: int,
         salt: int = 0,
-        listener: Listener | None = None,
+        listener: Listener | None,
     ) -> RolloutBatch:
         """One response to each (prompt, number of the sample), gathered inside the replica."""
         mine = [pairs[b] for b in self.my_part(len(pairs))]

@@ -118,11 +118,13 @@ class GreedyFinisher:
         """See `Finisher`."""
         n = self.rollouts.n
         with scope.watch.phase("generate"):
-            answers = self.rollouts.greedy(batch.prompts[::n], step=scope.number)
+            overlap = self.scorer.begin()
+            answers = self.rollouts.greedy(batch.prompts[::n], step=scope.number, listener=overlap)
         scope.may_stop()
         unseen = Tally()  # the figures of a step are those of its samples
         with scope.watch.phase("score"):
-            answers = self.scorer.score(answers, self.rollouts.my_part(len(answers)), unseen)
+            part = self.rollouts.my_part(len(answers))
+            answers = self.scorer.score(answers, part, unseen, overlap)
         if self.shape is not None:
             answers = self.shape.finish(answers, replace(scope, tally=unseen))
         assert answers.scores is not None

@@ -166,8 +166,9 @@ class BatchScorer:
         found = Tally()
         found.add("reward/error_rate", result.errors, len(result.scores))
         found.add("reward/timeout_rate", result.timeouts, len(result.scores))
-        # Over a count of 1 in all, so that the mean is the sum over ranks.
-        found.add("reward/timeouts", result.timeouts, int(self.context.is_main))
+        # Over a count of 1 in all, so that the mean is the sum over ranks; a step may score twice.
+        is_first = not tally.sums.get("reward/timeouts", (0.0, 0.0))[1]
+        found.add("reward/timeouts", result.timeouts, int(self.context.is_main and is_first))
         rate = reduce_tally(found, self.context)["reward/error_rate"]
         check_error_rate(rate, self.scorer.settings.max_error_rate)
         tally.merge(found)
