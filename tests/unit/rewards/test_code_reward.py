@@ -4,7 +4,6 @@ import json
 import os
 import socket
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -173,20 +172,30 @@ def test_a_program_that_misbehaves_has_failed_and_the_next_runs(reward, program)
     assert reward(in_block("print(2 * int(input()))"), json.dumps(DOUBLE), {}) == 1
 
 
-def test_nothing_is_left_when_the_reward_ends():
+def is_of(process, task):
+    """Whether a process is a worker of this task that has not ended meanwhile."""
+    try:
+        return task in " ".join(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return False
+
+
+def test_nothing_is_left_when_the_reward_ends(tmp_path, monkeypatch):
     def mine():
         family = psutil.Process(os.getpid()).children(recursive=True)
-        return {p for p in family if "code_worker" in " ".join(p.cmdline())}
+        return {p for p in family if is_of(p, "code_worker")}
 
-    before, folders = mine(), set(Path("/tmp").glob("megappo-reward-*"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    before = mine()
     reward = code.make(CodeRewardSection(timeout_s=1, memory_mb=256), num_workers=1)
     with pytest.raises(RewardTimeoutError):
         reward(in_block("open('left', 'w').write('x')\nwhile True: pass"), '["assert True"]', {})
     new = mine() - before
     assert len(new) == 2
+    assert len(list(tmp_path.iterdir())) == 1
     del reward
     deadline = time.monotonic() + 15
     while mine() & new:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert set(Path("/tmp").glob("megappo-reward-*")) <= folders
+    assert list(tmp_path.iterdir()) == []
