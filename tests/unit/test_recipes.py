@@ -157,7 +157,7 @@ def place(tmp_path_factory):
         folder = root / "models" / name
         tokenizer.save_pretrained(folder)
         (folder / "config.json").write_text(json.dumps(values))
-    rows = [{"question": f"What is {i}?", "answer": f"It is {i}.\n#### {i}"} for i in range(600)]
+    rows = [{"question": f"What is {i}?", "answer": f"It is {i}.\n#### {i}"} for i in range(1200)]
     (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (root / "data" / "gsm8k").mkdir(parents=True)
     for name in ("train", "test"):
