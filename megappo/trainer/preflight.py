@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,16 +30,19 @@ from megappo.checkpoint.compare import (
 )
 from megappo.config import Config
 from megappo.config.algorithm_checks import algorithm_warnings
-from megappo.config.checks import BatchPlan, plan_batches
+from megappo.config.checks import BatchPlan, check_device_features, plan_batches
 from megappo.config.findings import Findings
 from megappo.data.identity import file_identities
 from megappo.data.prompts import PromptDataset
 from megappo.data.sampler import PromptSampler
+from megappo.distributed import parallel
+from megappo.distributed.environment import LaunchEnvironment
 from megappo.errors import CheckpointError, UserError
 from megappo.models.packing import Alignment, token_multiple
 from megappo.models.spec import (
     ModelSpec,
 )
+from megappo.rollout.file_limit import file_limit_warning, raise_file_limit
 from megappo.trainer.micro_batches import token_budget
 from megappo.trainer.model_checks import (
     check_engine,
@@ -50,7 +53,7 @@ from megappo.trainer.model_checks import (
 from megappo.trainer.risks import risks
 from megappo.trainer.row_checks import check_rows
 
-__all__ = ["Preflight", "model_paths", "preflight", "wanted_layers"]
+__all__ = ["Preflight", "check_here", "model_paths", "preflight", "wanted_layers"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +165,37 @@ def preflight(
             ),
         ),
     )
+
+
+def check_here(
+    config: Config, launch: LaunchEnvironment, mistakes: Findings
+) -> tuple[str, Preflight]:
+    """Device of a run that starts on this machine, and what `preflight` finds. No other rank.
+
+    Raises the limit of open files, which engines will need.
+
+    Args:
+        config: of the run.
+        launch: this rank's place.
+        mistakes: of reading the config.
+
+    Raises:
+        UserError: everything that is wrong.
+    """
+    device = mistakes.attempt(partial(parallel.resolve_device, config.device), needs=("device",))
+    if device is not None:
+        mistakes.add(*check_device_features(config, device))
+        mistakes.attempt(partial(parallel.check_device, device, launch))
+    found = preflight(
+        config,
+        launch.world_size,
+        local_world_size=launch.local_world_size,
+        read_all_rows=launch.rank == 0,
+        found=mistakes,
+    )
+    assert device is not None
+    few_files = file_limit_warning(raise_file_limit())
+    return device, replace(found, warnings=(*found.warnings, *filter(None, [few_files])))
 
 
 def _end_in_words(config: Config, sampler: PromptSampler, total: int) -> str:

@@ -17,8 +17,6 @@ from megappo.checkpoint import layout as checkpoint_layout
 from megappo.checkpoint.compare import flatten
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config import Config, dump
-from megappo.config.checks import check_device_features
-from megappo.config.findings import Findings
 from megappo.config.load import read
 from megappo.distributed import parallel
 from megappo.distributed.environment import (
@@ -33,11 +31,10 @@ from megappo.distributed.watchdog import HangReport, Watchdog
 from megappo.errors import GuardStop, StopRequested, UserError
 from megappo.loggers import LOGGERS, Logger, LoggerSettings
 from megappo.loggers.contained import ContainedLogger
-from megappo.rollout.file_limit import file_limit_warning, raise_file_limit
 from megappo.trainer.fit import Run, checkpoint_state, export_folder
 from megappo.trainer.output import Screen, redirect_to
 from megappo.trainer.ppo_trainer import PPOTrainer
-from megappo.trainer.preflight import Preflight, preflight
+from megappo.trainer.preflight import Preflight, check_here
 from megappo.trainer.profiler import StepProfiler
 from megappo.trainer.records import Records
 from megappo.trainer.saver import Saver
@@ -72,15 +69,14 @@ class Session:
             GuardStop, StopRequested: see `Run.fit`.
         """
         launch = self._launch = LaunchEnvironment.read()
-        file_limit = raise_file_limit()
         config, mistakes = read(config_path, overrides)
         check_slurm_nodes(launch.num_nodes, launch.slurm_nodes)
-        agreement = self._meet_nodes(config, launch) if launch.num_nodes > 1 else None
+        # A node whose config is mistaken says so at once, and does not wait for the others.
+        meets = launch.num_nodes > 1 and not mistakes.problems
+        agreement = self._meet_nodes(config, launch) if meets else None
         with self._all_nodes_or_none(agreement, config):
-            device, found = self._check(config, launch, mistakes)
+            device, found = check_here(config, launch, mistakes)
             self._say_plan(config, found, device)
-            if warning := file_limit_warning(file_limit):
-                self._say(f"warning    {warning}")
             finished = self._is_finished(config, found)
             if not finished:
                 self._check_servers(config, found, device)
@@ -139,27 +135,6 @@ class Session:
         if agreement is None:  # ranks of one node all find the same
             return nullcontext()
         return agreement.all_or_none(wait_s=config.trainer.distributed_timeout_s)
-
-    @staticmethod
-    def _check(
-        config: Config, launch: LaunchEnvironment, mistakes: Findings
-    ) -> tuple[str, Preflight]:
-        """Device and findings of all checks that need no other rank."""
-        device = mistakes.attempt(
-            partial(parallel.resolve_device, config.device), needs=("device",)
-        )
-        if device is not None:
-            mistakes.add(*check_device_features(config, device))
-            mistakes.attempt(partial(parallel.check_device, device, launch))
-        found = preflight(
-            config,
-            launch.world_size,
-            local_world_size=launch.local_world_size,
-            read_all_rows=launch.rank == 0,
-            found=mistakes,
-        )
-        assert device is not None
-        return device, found
 
     def _is_finished(self, config: Config, found: Preflight) -> bool:
         """Whether an earlier start has done all there is, which is said."""
