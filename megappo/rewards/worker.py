@@ -292,7 +292,9 @@ def _work(
         die_with_parent(parent)
         os.setsid()  # for the same reason; what the task starts stops at signals as usual
         for number in _STOPS:
-            signal.signal(number, signal.SIG_DFL)
+            # Slurm's warning goes to every process of a job, whatever its session.
+            if number != signal.SIGUSR1:
+                signal.signal(number, signal.SIG_DFL)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         with os.fdopen(requests) as lines, os.fdopen(answers, "w", encoding="utf-8") as out:
             _send(out, _guarded(partial(_start, task, settings, folder)))

@@ -98,6 +98,15 @@ def test_a_process_that_was_killed_while_idle_is_replaced(lone_verifier, victim)
     assert verifier.num_timeouts == 0
 
 
+def test_slurms_warning_which_reaches_every_process_of_a_job_leaves_it_alone(lone_verifier):
+    verifier, supervisor, child = lone_verifier
+    for process in (supervisor, child):
+        process.send_signal(signal.SIGUSR1)
+    assert verifier.equal("x+1", "1+x")
+    assert is_running(supervisor)
+    assert is_running(child)
+
+
 @pytest.mark.parametrize(
     ("victim", "message"),
     [
