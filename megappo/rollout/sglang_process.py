@@ -192,9 +192,11 @@ class SGLangProcess:
 
     def _run(self, arguments: Mapping[str, Any], ready: concurrent.futures.Future[Any]) -> None:
         """The thread: builds the engine, then serves its event loop until `close` stops it."""
-        # Children inherit the mask. A launcher or a terminal signals the whole process group; the
-        # trainer then ends the step and the engine with it, which it cannot if that dies first.
-        # The tracker comes first, because its start unblocks these two signals.
+        # Children inherit the mask. A launcher or a terminal signals the whole process group, and
+        # Slurm every process of the job; the trainer then ends the step and the engine with it,
+        # which it cannot if that dies first.
+        # The tracker comes second, because its start unblocks SIGTERM and SIGINT.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
         try:

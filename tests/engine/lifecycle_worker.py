@@ -49,6 +49,13 @@ def children() -> list[str]:
     return [line for line in found if "resource_tracker" not in line]
 
 
+def blocked_signals(pid: int) -> list[str]:
+    """Those that do not reach a process's main thread, by Linux's account."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    mask = int(next(line.split()[1] for line in lines if line.startswith("SigBlk")), 16)
+    return [number.name for number in signal.Signals if mask >> (number - 1) & 1]
+
+
 def answer(engine: SGLangEngine, *, count: int = 64, tokens: int = 12) -> list[object]:
     sampling = SamplingSettings(max_new_tokens=tokens, ignore_eos=True)
     requests = [
@@ -117,6 +124,7 @@ def run(
         first = SGLangEngine(settings)
     facts["stolen_port"], facts["port"] = stolen[0], first._ports.ports[0]
     facts["first_run"] = answer(first)
+    facts["blocked_signals"] = [blocked_signals(pid) for pid in first.pids]
     start = time.monotonic()
     long = answer(first, tokens=300)
     # SGLang reports every 50 tokens, six times in all: half the time is three times the silence.

@@ -46,6 +46,12 @@ def test_a_restarted_engine_repeats_tokens_and_log_probs_bit_for_bit(facts):
     assert facts["third_run"] == facts["first_run"]
 
 
+def test_signals_that_reach_every_process_of_a_job_leave_the_engine_alone(facts):
+    assert facts["blocked_signals"]
+    for blocked in facts["blocked_signals"]:
+        assert {"SIGUSR1", "SIGTERM", "SIGINT"} <= set(blocked)
+
+
 def test_a_start_whose_port_was_taken_meanwhile_is_tried_again(facts):
     assert facts["port"] > facts["stolen_port"]
 
