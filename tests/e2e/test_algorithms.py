@@ -72,7 +72,8 @@ def test_groups_that_teach_nothing_are_replaced_up_to_the_bound(runs):
         assert row["rollout/group_diversity"] > 0.25
         assert row["train/arithmetic/score/mean"] == pytest.approx(row["critic/score/mean"])
         assert row["reward/overlong_penalty"] <= 0
-        assert 0 <= row["sampling/filled_share"] < 1
+        kept = row["sampling/kept_share"] * row["sampling/rounds"]  # in batches
+        assert row["sampling/filled_share"] == pytest.approx(max(0.0, 1.0 - kept))
     assert any(row["sampling/filled_share"] > 0 for row in rows)
     assert any(row["actor/grad_norm"] > 0 for row in rows)
 
