@@ -51,6 +51,20 @@ def test_a_layout_that_does_not_fit_ends_with_1_and_says_where(run):
     assert run("--gpus", "64", "--gpu", "b200", *LAYOUT[:3])[0] == 0
 
 
+def test_a_critic_that_an_algorithm_does_not_need_is_not_planned(run):
+    arguments = ("--gpus", "64", "--json", *LAYOUT)
+    with_critic = json.loads(run(*arguments)[1])
+    found = json.loads(run(*arguments, "algorithm.adv_estimator=grpo", "rollout.n=8")[1])
+    assert set(found["parameters"]) == {"actor", "reference"}
+    assert "update_critic" not in found["seconds"]
+    assert set(with_critic["memory_bytes"]) - set(found["memory_bytes"]) == {
+        "values",
+        "update_critic",
+    }
+    no_reference = json.loads(run(*arguments, "actor.use_kl_loss=false")[1])
+    assert set(no_reference["parameters"]) == {"actor", "critic"}
+
+
 def test_a_search_prints_arguments_that_fit_and_reasons(run):
     code, out, _ = run("--gpus", "64", "--search", "--json", "--top", "2")
     found = json.loads(out)
@@ -87,6 +101,7 @@ def test_a_search_without_a_layout_ends_with_1_and_what_check_would_refuse_is_sa
         (["--gpus", "8", "parallel.tp=3"], "cannot be split by TP 3"),
         (["--gpus", "8", "parallel.pp=8", "parallel.vpp=16"], "80 layers do not fill 128"),
         (["--gpus", "64", "rollout.tp=16"], "a node has 8 ranks"),
+        (["--gpus", "8", "actor.lora.rank=8"], "set actor.lora.rank=0 to plan the whole model"),
         (["--gpus", "8", "parallel.tpp=2"], "parallel.tpp is not a known key"),
     ],
     ids=str,
