@@ -14,6 +14,7 @@ rank layouts; that they are a run's times is not claimed, and none was measured 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megappo.data.cost import SequenceCost
@@ -76,29 +77,28 @@ def times(job: Job, gpu: Gpu, of_engine: Engine, *, efficiency: float = FLOPS_EF
     seconds["sync"] = _push(job, gpu)
     if moved := max(offload_bytes(job, rank) for rank in job.distinct_ranks):
         seconds["offload"] = moved / HOST_BYTES_PER_S
-    micro = job.micro("actor")
-    lengths = [job.usual] * job.samples
-    epochs = job.config.actor.ppo_epochs
-    flops = {
-        role: epochs * train_flops(job.specs[role], lengths[:1], head=HEADS[role]) * job.samples
-        for role in reversed(job.trained_roles)
-    }
-    shares = {
-        role: mfu(
-            flops[role],
-            seconds=seconds[f"update_{role}"],
+    bubble = _fill(job) / job.micro("actor").num_passes
+    return Times(seconds=seconds, bubble=bubble, mfu=_shares(job, gpu, seconds))
+
+
+def _shares(job: Job, gpu: Gpu, seconds: Mapping[str, float]) -> dict[str, float]:
+    """MFU of each role's updates, and of the whole step with the operations of all updates."""
+    epochs, done, shares = job.config.actor.ppo_epochs, 0.0, {}
+
+    def share(flops: float, taken: float) -> float:
+        return mfu(
+            flops,
+            seconds=taken,
             num_devices=job.world_size,
             peak_flops_per_s=gpu.flops_per_s,
         )
-        for role in flops
-    }
-    shares["step"] = mfu(
-        sum(flops.values()),
-        seconds=sum(seconds.values()),
-        num_devices=job.world_size,
-        peak_flops_per_s=gpu.flops_per_s,
-    )
-    return Times(seconds=seconds, bubble=_fill(job) / micro.num_passes, mfu=shares)
+
+    for role in reversed(job.trained_roles):
+        one = train_flops(job.specs[role], [job.usual], head=HEADS[role])
+        flops = epochs * one * job.samples
+        shares[role] = share(flops, seconds[f"update_{role}"])
+        done += flops
+    return shares | {"step": share(done, sum(seconds.values()))}
 
 
 def offload_bytes(job: Job, rank: int) -> float:

@@ -1,14 +1,16 @@
 """`megappo plan` as it is typed: tables, JSON, exit codes, and mistakes without a traceback."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from megappo.cli import main
 from tests.unit.planner.conftest import OFFLOAD, SERVERS, config_file, save_model
-from tests.unit.planner.published import DEEPSEEK_V3, LLAMA_70B
+from tests.unit.planner.published import DEEPSEEK_V3, LLAMA_70B, QWEN3_30B_A3B
 
 __all__ = ["config_file", "save_model"]  # fixtures
+ROOT = Path(__file__).parents[3]
 LAYOUT = ["parallel.tp=8", "parallel.pp=4", "parallel.sequence_parallel=true", *OFFLOAD]
 
 
@@ -41,6 +43,19 @@ def test_a_layout_that_fits_is_shown_as_a_table_and_as_json(run):
         assert phase["total"] == pytest.approx(sum(phase["parts"].values()))
         assert phase["total"] < 80e9
     assert found["step_seconds"] == pytest.approx(sum(found["seconds"].values()))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model", "gpus"),
+    [
+        ("llama3.1_70b_gsm8k", LLAMA_70B, 64),
+        ("qwen3_30b_a3b_gsm8k", QWEN3_30B_A3B, 32),
+    ],
+)
+def test_recipes_fit_the_devices_that_they_name(save_model, capsys, recipe, model, gpus):
+    folder, path = save_model(model, "recipe"), ROOT / "configs" / f"{recipe}.yaml"
+    assert main(["plan", str(path), "--model", folder, "--gpus", str(gpus)]) == 0
+    assert "fits       yes" in capsys.readouterr().out
 
 
 def test_a_layout_that_does_not_fit_ends_with_1_and_says_where(run):
