@@ -53,6 +53,9 @@ class Guard:
     """`rule:metric` -> times in a row that the condition held."""
     decided: list[Decision] = field(default_factory=list)
     """At updates of the running step, not carried out yet."""
+    _told: dict[str, float] = field(default_factory=dict, init=False)
+    """`rule:metric` -> worst value that was warned of since the condition began to hold. A new
+    start warns anew, so it is no part of a checkpoint."""
 
     def warnings(self, metrics: Mapping[str, float]) -> list[str]:
         """What a step's metrics give reason to look at; the run goes on."""
@@ -150,6 +153,7 @@ class Guard:
     def forget_streaks(self) -> None:
         """After a return to an earlier state, what came later no longer counts."""
         self.streaks = {}
+        self._told = {}
 
     def state_dict(self) -> dict[str, Any]:
         """JSON values for a checkpoint."""
@@ -177,6 +181,8 @@ class Guard:
                 continue
             seen = {metric: figures[metric] for metric in rule.metrics if metric in figures}
             held = [m for m in seen if self._has_held(f"{name}:{m}", rule, seen[m])]
+            if rule.action == "warn":
+                held = [m for m in seen if self._is_news(f"{name}:{m}", rule, seen[m], m in held)]
             if held:
                 times = f" for {rule.for_steps} steps" if rule.for_steps > 1 else ""
                 values = " and ".join(f"{metric} was {seen[metric]:.4g}" for metric in held)
@@ -200,11 +206,30 @@ class Guard:
         self.streaks[key] = 0
         return True
 
+    def _is_news(self, key: str, rule: GuardRule, value: float, has_held: bool) -> bool:
+        """Whether to warn: the condition held for the first time, or is now further exceeded.
+
+        A peak since the start of a run never falls, and is worth one line a rise.
+        """
+        if not holds(rule, value):
+            self._told.pop(key, None)
+            return False
+        told = self._told.get(key)
+        if not has_held or (told is not None and not _is_worse(rule, value, told)):
+            return False
+        self._told[key] = value
+        return True
+
 
 def _rule_and_metric(key: str) -> tuple[str, str]:
     """The parts of a key of `Guard.streaks`; no metric has a colon in its name."""
     name, _, metric = key.rpartition(":")
     return name, metric
+
+
+def _is_worse(rule: GuardRule, value: float, than: float) -> bool:
+    """Whether a value is further beyond the rule's limit; what is not finite is never worse."""
+    return value > than if rule.above is not None else rule.below is not None and value < than
 
 
 def holds(rule: GuardRule, value: float) -> bool:

@@ -201,3 +201,35 @@ def test_a_salt_changes_every_seed_and_none_leaves_them_alone():
     assert seeds[0] == sample_seed(1, **place)
     assert len(set(seeds)) == 4
     assert {seed % 2**16 for seed in seeds} == {2}
+
+
+def test_a_warning_comes_once_and_again_only_when_it_gets_worse_or_begins_anew():
+    """The peak of memory since the start never falls."""
+    made = guard(m=GuardRule(metrics=["m"], above=0.9, action="warn"))
+    shares = [0.8, 0.91, 0.91, 0.91, 0.95, 0.92, 0.95, 0.5, 0.91]
+    found = [len(made.after_step(i, {"m": share})) for i, share in enumerate(shares)]
+    assert found == [0, 1, 0, 0, 1, 0, 0, 0, 1]
+
+
+def test_warnings_of_low_values_and_of_values_that_are_not_finite_come_once():
+    made = guard(
+        low=GuardRule(metrics=["m"], below=0.1, action="warn"),
+        broken=GuardRule(metrics=["m"], non_finite=True, action="warn"),
+    )
+    values = [0.05, 0.06, 0.01, math.nan, math.inf, 0.05]
+    found = [[d.rule for d in made.after_step(i, {"m": value})] for i, value in enumerate(values)]
+    assert found == [["low"], [], ["low"], ["broken"], [], ["low"]]
+
+
+def test_what_was_warned_of_is_no_state_of_the_run():
+    made = guard(m=GuardRule(metrics=["m"], above=0.9, action="warn"))
+    before = made.state_dict()
+    assert len(made.after_step(1, {"m": 0.95})) == 1
+    assert made.state_dict() == before | {"streaks": {"m:m": 0}}
+
+
+def test_a_warning_that_asks_for_several_steps_waits_for_them_each_time_it_begins():
+    made = guard(m=GuardRule(metrics=["m"], above=1.0, for_steps=2, action="warn"))
+    values = [2.0, 2.0, 2.0, 2.0, 0.5, 2.0, 2.0]
+    found = [len(made.after_step(i, {"m": value})) for i, value in enumerate(values)]
+    assert found == [0, 1, 0, 0, 0, 0, 1]
