@@ -32,6 +32,8 @@ _BEFORE_SIGKILL_S = 15
 
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 """What is passed on to the ranks; torchrun itself dies of SIGUSR1, Slurm's warning."""
+_LOG_OPTIONS = ("--log", "--logs", "-r", "--redirects", "-t", "--tee")
+"""Torchrun's options that ask for files of its own."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -56,6 +58,8 @@ def start_ranks(options: Sequence[str], arguments: Sequence[str]) -> int:
     from torch.distributed.run import get_args_parser, run
 
     patience = ["--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S), "--signals-to-handle", SIGNALS]
+    if not any(option.startswith(_LOG_OPTIONS) for option in options):
+        patience += ["--log-dir", os.devnull]  # torchrun leaves an empty folder behind otherwise
     args = get_args_parser().parse_args([*patience, *options, "-m", "megappo.train", *arguments])
     os.environ[LAUNCHER_PID] = str(os.getpid())
     try:
