@@ -6,7 +6,6 @@ in between repeats that step and replaces the line with the same numbers.
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,36 +14,29 @@ from typing import Any
 
 import torch
 
-from megappo.checkpoint.compare import flatten, model_identity
 from megappo.checkpoint.snapshot import Snapshot, has_room
 from megappo.config import Config
-from megappo.distributed.offload import on_device
 from megappo.distributed.parallel import all_gather_objects, all_ranks_or_none, any_rank
-from megappo.distributed.rank_check import compare_ranks
 from megappo.errors import GuardStop, RanksDifferError, SaveError, StopRequested
 from megappo.loggers import Logger
-from megappo.models.lora_export import save_peft
-from megappo.models.weights import save_hf
 from megappo.rollout.recovery import EnginesLost
 from megappo.trainer.adjustments import Adjustments
 from megappo.trainer.evaluate import Evaluator
 from megappo.trainer.examine import examples
+from megappo.trainer.export import export_actor
 from megappo.trainer.guard import StepAbandoned
 from megappo.trainer.out_of_memory import MemoryLost, OutOfMemoryNotes
 from megappo.trainer.ppo_trainer import PPOTrainer
 from megappo.trainer.profiler import StepProfiler
+from megappo.trainer.rank_agreement import compare_roles
 from megappo.trainer.records import Records
 from megappo.trainer.response import Responder
+from megappo.trainer.run_state import load_progress, progress
 from megappo.trainer.saver import Saver
 
 
 class StopHere(RuntimeError):  # noqa: N818, an outcome and not a mistake
     """A step is given up before it has updated anything."""
-
-
-def export_folder(config: Config) -> Path:
-    """Where the trained actor is written as a Hugging Face folder."""
-    return Path(config.trainer.run_dir) / "actor_hf"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +119,9 @@ class Run:
             if why and not is_last:
                 raise StopRequested(f"stopped by {why} after step {step}; state saved")
         if self.config.checkpoint.export_hf:
-            self._export()
+            self._enter("export")
+            out = export_actor(self.config, trainer)
+            self._event("exported", trainer.step_number, path=str(out))
         self._enter("done")
 
     def _step(self, responder: Responder) -> Mapping[str, float] | None:
@@ -179,7 +173,9 @@ class Run:
             return None
         metrics |= self._engine_metrics(step)
         metrics["guard/actions"] = float(trainer.guard.num_actions)
-        problem = self._compare_ranks(step, metrics)
+        problem = None
+        if not self.config.parallel.fsdp and self._due(step, self.config.guard.check_ranks_every):
+            problem = compare_roles(trainer, metrics)
         self._log(step, metrics)
         self._warn(step, metrics)
         if problem is not None:
@@ -340,14 +336,11 @@ class Run:
 
     def small_state(self) -> dict[str, Any]:
         """What a step changes and is not a tensor."""
-        return {"step": self.trainer.step_number, **_progress(self.trainer)}
+        return progress(self.trainer)
 
     def load_small_state(self, state: Mapping[str, Any]) -> None:
         """Takes up what `small_state` gave."""
-        trainer = self.trainer
-        trainer.sampler.load_state_dict(state["sampler"])
-        trainer.estimator.kl_controller.load_state_dict(state["kl_controller"])
-        trainer.step_number = int(state["step"])
+        load_progress(self.trainer, state)
 
     def load_checkpoint(self, checkpoint: Path) -> dict[str, Any]:
         """All but what guards have counted and changed. Collective over the world."""
@@ -371,25 +364,6 @@ class Run:
         for logger in self.loggers:
             logger.note(step, f"{kind}: {text}")
 
-    def _compare_ranks(self, step: int, metrics: dict[str, float]) -> RanksDifferError | None:
-        """Looks, where it is due, whether ranks hold the same weights. Collective over the world.
-
-        A difference is returned, to be raised after the step is logged.
-        """
-        if self.config.parallel.fsdp or not self._due(step, self.config.guard.check_ranks_every):
-            return None
-        start = time.perf_counter()
-        compared = 0
-        for model in self.trainer.trainables.values():
-            with on_device(model.memory, "params"):
-                try:
-                    compared += compare_ranks(model.name, model.chunks, self.trainer.context)
-                except RanksDifferError as error:
-                    return error
-        metrics["training/compared_tensors"] = float(compared)
-        metrics["timing_s/compare_ranks"] = time.perf_counter() - start
-        return None
-
     def _resume(self, checkpoint: Path) -> None:
         trainer = self.trainer
         state = self.load_checkpoint(checkpoint)
@@ -405,70 +379,9 @@ class Run:
             restarts=self.restarts,
         )
 
-    def _export(self) -> None:
-        self._enter("export")
-        network = self.trainer.actor.policy.network
-        context = self.trainer.context
-        out = export_folder(self.config)
-        new = out.with_name("actor_hf.new")
-        with all_ranks_or_none(context, "clearing an old export"):
-            if context.is_main and new.exists():
-                shutil.rmtree(new)
-        trainable = self.trainer.actor.trainable
-        with on_device(trainable.memory, "params"):
-            save_hf(trainable.chunks, network.spec, self.config.model.path, new)
-            if self.config.actor.lora.rank:
-                peft = out.with_name("actor_peft")
-                save_peft(
-                    trainable.chunks,
-                    network.spec,
-                    self.config.actor.lora,
-                    peft,
-                    base=self.config.model.path,
-                )
-        with all_ranks_or_none(context, "exporting the actor"):
-            if context.is_main:
-                if out.exists():
-                    shutil.rmtree(out)
-                new.rename(out)
-        self._event("exported", self.trainer.step_number, path=str(out))
-
     def _enter(self, phase: str) -> None:
         self.trainer.on_phase(self.trainer.step_number, phase)
 
     def _event(self, kind: str, step: int, **details: Any) -> None:
         if self.records is not None:
             self.records.event(kind, step, **details)
-
-
-def checkpoint_state(
-    config: Config,
-    trainer: PPOTrainer,
-    train_files: Sequence[Mapping[str, Any]],
-    base_weights: Mapping[str, Sequence[Mapping[str, Any]]],
-) -> dict[str, Any]:
-    """The small state of a checkpoint, equal on all ranks, as JSON values.
-
-    Args:
-        config: of the run.
-        trainer: between two steps.
-        train_files: of `file_identities`.
-        base_weights: of the roles with adapters, of `file_identities`.
-    """
-    return {
-        **_progress(trainer),
-        "guard": trainer.guard.state_dict() | {"adjustments": trainer.adjustments.state_dict()},
-        "config": flatten(config),
-        "train_files": list(train_files),
-        "base_weights": {role: list(files) for role, files in base_weights.items()},
-        "models": {
-            role: model_identity(network.spec) for role, network in trainer.networks.items()
-        },
-    }
-
-
-def _progress(trainer: PPOTrainer) -> dict[str, Any]:
-    return {
-        "sampler": trainer.sampler.state_dict(),
-        "kl_controller": trainer.estimator.kl_controller.state_dict(),
-    }

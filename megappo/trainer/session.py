@@ -31,12 +31,14 @@ from megappo.distributed.watchdog import HangReport, Watchdog
 from megappo.errors import GuardStop, StopRequested, UserError
 from megappo.loggers import LOGGERS, Logger, LoggerSettings
 from megappo.loggers.contained import ContainedLogger
-from megappo.trainer.fit import Run, checkpoint_state, export_folder
+from megappo.trainer.export import exported_step
+from megappo.trainer.fit import Run
 from megappo.trainer.output import Screen, redirect_to
 from megappo.trainer.ppo_trainer import PPOTrainer
 from megappo.trainer.preflight import Preflight, check_here
 from megappo.trainer.profiler import StepProfiler
 from megappo.trainer.records import Records
+from megappo.trainer.run_state import checkpoint_state
 from megappo.trainer.saver import Saver
 from megappo.trainer.servers import check_servers
 from megappo.trainer.signals import StopSignals
@@ -138,7 +140,7 @@ class Session:
 
     def _is_finished(self, config: Config, found: Preflight) -> bool:
         """Whether an earlier start has done all there is, which is said."""
-        exported = not config.checkpoint.export_hf or export_folder(config).exists()
+        exported = not config.checkpoint.export_hf or exported_step(config) == found.resumed_step
         if found.resumed_step < found.total_steps or not exported:
             return False
         self._say(
