@@ -56,10 +56,9 @@ LAYOUTS = {
             "checkpoint.async_save=false", "checkpoint.keep_best=true",
         ),
     ),
-    "pp2": Layout(ranks=2, overrides=(*_IN_PROCESS, "parallel.pp=2")),
-    "sglang": Layout(ranks=2, overrides=("rollout.max_restarts=1000",)),
+    "pp2": Layout(ranks=2, overrides=("parallel.pp=2", "rollout.max_restarts=1000")),
 }  # fmt: skip
-"""All on two ranks. `tp2` saves in line, the others asynchronously."""
+"""All on two ranks. `pp2` generates with SGLang; `tp2` saves in line, the others asynchronously."""
 ENGINE_MOMENTS = ("generate", "update_actor", "sync", "validate", "save")
 GONE_LIMIT_S = 60.0
 """For every process of a run to end after the kill."""
@@ -90,12 +89,12 @@ class Harness:
         self._config = self._folder / "run.yaml"
         make_run(self._folder, tie_word_embeddings=False)
         started = time.monotonic()
-        run = self._start(self._folder / "undisturbed")
+        run = self.start(self._folder / "undisturbed")
         while run.status()[1] == "start" and run.runs:
             time.sleep(0.05)
         starting_s = time.monotonic() - started
         try:
-            self._undisturbed = Undisturbed.watched(run, STALL_LIMIT_S)
+            self.undisturbed = Undisturbed.watched(run, STALL_LIMIT_S)
         finally:
             run.end()
         self._lengths = {**timings(run.run_dir), "start": starting_s}
@@ -111,9 +110,11 @@ class Harness:
         """
         life = Run(layout=self.name, run=f"run_{number}")
         run_dir, began = self._folder / life.run, time.monotonic()
+        # An empty folder is no checkpoint; made by the first save, it could not be watched in time.
+        checkpoints.folder_of(run_dir).mkdir(parents=True)
         newest, left = 0, []
         while True:
-            run = self._start(run_dir)
+            run = self.start(run_dir)
             life.starts += 1
             try:
                 finished = self._disturb(run, life, deck, max_kills, newest)
@@ -125,7 +126,7 @@ class Harness:
             found = checkpoints.latest(checkpoints.folder_of(run_dir))
             newest = int(found.name.split("_")[1]) if found else 0
         if not life.problems:
-            life.problems += problems_at_end(run_dir, self._undisturbed)
+            life.problems += problems_at_end(run_dir, self.undisturbed)
         life.temporary = sorted({*left, *(p.name for p in run.temporary.iterdir())})
         life.seconds = time.monotonic() - began
         return life
@@ -204,8 +205,8 @@ class Harness:
         if kill.exit_code == 0 and phase not in ("export", "done") and " to do" not in run.screen:
             kill.problems.append(f"exit code 0 after a kill in {phase}")
         folder = checkpoints.folder_of(run.run_dir)
-        kill.hit = was_hit(moment, phase, folder) if folder.exists() else phase in moment.phases
-        kill.problems += problems_after_kill(folder, self._undisturbed, newest=newest)
+        kill.hit = was_hit(moment, phase, folder)
+        kill.problems += problems_after_kill(folder, self.undisturbed, newest=newest)
         return kill
 
     def _victims(self, run: WatchedRun, victim: str, *, is_event: bool) -> list[int]:
@@ -238,7 +239,8 @@ class Harness:
             life.problems.append(f"did not go on from {resumed}: {run.screen[:2000]}")
         return True
 
-    def _start(self, run_dir: Path) -> WatchedRun:
+    def start(self, run_dir: Path) -> WatchedRun:
+        """A run in this layout, or one that goes on."""
         return WatchedRun(
             self._config,
             run_dir,

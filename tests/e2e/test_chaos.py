@@ -24,7 +24,21 @@ def test_a_run_that_is_killed_while_saving_and_starting_ends_like_an_undisturbed
     assert (life.starts, life.kills) == (4, 3)
     kills = [(kill["victim"], kill["moment"], kill["exit_code"]) for kill in log.lines]
     assert kills == [("rank", "writing", 1), ("all", "renamed", -9), ("launcher", "start", -9)]
+    assert not [name for name in life.temporary if name.startswith("torchelastic")]
+    an_older_export_is_not_taken_for_this_ones(harness, tmp_path / "dp2" / "run_0")
     harness_finds_what_it_looks_for(harness.undisturbed, tmp_path / "dp2")
+
+
+def an_older_export_is_not_taken_for_this_ones(harness, run_dir):
+    """As after a kill between the last checkpoint of a run that was prolonged, and its export."""
+    (run_dir / "actor_hf" / "megappo_step.json").write_text('{"step": 1}\n')
+    (run_dir / "actor_hf" / "model.safetensors").write_bytes(b"older")
+    again = harness.start(run_dir)
+    try:
+        assert again.wait(300) == 0, again.screen
+    finally:
+        again.end()
+    assert problems_at_end(run_dir, harness.undisturbed) == []
 
 
 def harness_finds_what_it_looks_for(undisturbed, folder):

@@ -123,10 +123,6 @@ def _wait_for_phase(moment: Moment, run: WatchedRun, *, skip: int, deadline: flo
 
 def _wait_for_event(event: tuple[int, str], run: WatchedRun, *, skip: int, deadline: float) -> str:
     folder = layout.folder_of(run.run_dir)
-    while not folder.exists():
-        if not run.runs:
-            return "ended"
-        time.sleep(POLL_S)
     kind, pattern = event[0], re.compile(event[1])
     is_saving = kind == IN_CREATE
     with FolderEvents(folder) as events:
