@@ -14,33 +14,23 @@ import torch
 
 from megappo.checkpoint.layout import KeepPolicy
 from megappo.checkpoint.store import CheckpointStore
-from megappo.config import load
 from megappo.distributed import parallel
-from megappo.models.spec import load_spec
 from megappo.trainer.build import build_roles
-from megappo.trainer.preflight import model_paths
 from tests.distributed.workers.resume import minibatch, update
+from tests.distributed.workers.start import start_worker
 from tests.distributed.workers.update import export, share, whole_batch
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--config", type=Path)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("overrides", nargs="*")
-    arguments = parser.parse_args()
-    config = load(arguments.config, arguments.overrides)
-    launch = parallel.LaunchEnvironment.read()
-    degrees = parallel.Degrees.of(config.parallel)
-    context = parallel.start(launch, degrees, device="cpu", seed=1, timeout_s=60)
-    specs = {role: load_spec(path) for role, path in model_paths(config).items()}
+    worker = start_worker()
+    config, context, specs = worker.config, worker.context, worker.specs
     actor, critic, _ = build_roles(config, specs, context, total_optimizer_steps=9)
     roles = {"actor": actor, "critic": critic}
     mini = minibatch(roles, share(whole_batch(specs["actor"].vocab_size), context))
     for _ in range(2):  # the first step's learning rate is 0
         update(roles, mini)
     store = CheckpointStore(
-        folder=arguments.out / "checkpoints", policy=KeepPolicy(newest=1), context=context
+        folder=worker.out / "checkpoints", policy=KeepPolicy(newest=1), context=context
     )
     store.save(7, {n: r.trainable for n, r in roles.items()}, {"note": 1})
     exported = {
@@ -48,9 +38,9 @@ def main() -> None:
         "critic": export(critic.network, "value"),
     }
     if context.rank == 0:
-        torch.save(exported, arguments.out / "exported.pt")
-    save_legacy(arguments.out / "legacy", actor.trainable.chunks, context, specs["actor"])
-    save_torch_dist(arguments.out / "megatron_lm", actor.trainable.chunks, context)
+        torch.save(exported, worker.out / "exported.pt")
+    save_legacy(worker.out / "legacy", actor.trainable.chunks, context, specs["actor"])
+    save_torch_dist(worker.out / "megatron_lm", actor.trainable.chunks, context)
     parallel.stop(context)
 
 

@@ -2,44 +2,32 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from megappo.checkpoint.snapshot import Snapshot, has_room
-from megappo.config import load
 from megappo.config.guard import GuardSection
 from megappo.distributed import parallel
 from megappo.distributed.metrics import Tally
 from megappo.distributed.offload import on_device
-from megappo.models.spec import load_spec
 from megappo.roles.actor import Actor
 from megappo.trainer.build import build_roles
 from megappo.trainer.guard import Guard
 from megappo.trainer.ppo_trainer import Updates
-from megappo.trainer.preflight import model_paths
 from megappo.types import MiniBatch
 from tests.distributed.workers import resume
 from tests.distributed.workers.offload import many_buckets
 from tests.distributed.workers.resume import minibatch
+from tests.distributed.workers.start import start_worker
 from tests.distributed.workers.update import share, whole_batch
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--config", type=Path)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("overrides", nargs="*")
-    arguments = parser.parse_args()
-    config = load(arguments.config, arguments.overrides)
-    launch = parallel.LaunchEnvironment.read()
-    degrees = parallel.Degrees.of(config.parallel)
-    context = parallel.start(launch, degrees, device="cpu", seed=1, timeout_s=60)
-    specs = {role: load_spec(path) for role, path in model_paths(config).items()}
+    worker = start_worker()
+    config, context, specs = worker.config, worker.context, worker.specs
     with many_buckets(config):
         actor, critic, _ = build_roles(config, specs, context, total_optimizer_steps=9)
     roles = {"actor": actor, "critic": critic}
@@ -67,7 +55,7 @@ def main() -> None:
             "skipped": skipped,
             "allowed_again": again,
         },
-        arguments.out / f"rank{context.rank}.pt",
+        worker.out / f"rank{context.rank}.pt",
     )
     parallel.stop(context)
 

@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from megappo.checkpoint.layout import KeepPolicy
 from megappo.checkpoint.store import CheckpointStore
-from megappo.config import load
 from megappo.distributed import parallel
 from megappo.distributed.metrics import Tally
-from megappo.models.spec import load_spec
 from megappo.trainer.build import build_roles
-from megappo.trainer.preflight import model_paths
 from megappo.types import MiniBatch, RolloutBatch
 from tests.distributed.workers.offload import many_buckets
+from tests.distributed.workers.start import start_worker
 from tests.distributed.workers.update import export, made_up, share, whole_batch
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--config", type=Path)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("overrides", nargs="*")
-    arguments = parser.parse_args()
-    config = load(arguments.config, arguments.overrides)
-    launch = parallel.LaunchEnvironment.read()
-    degrees = parallel.Degrees.of(config.parallel)
-    context = parallel.start(launch, degrees, device="cpu", seed=1, timeout_s=60)
-    specs = {role: load_spec(path) for role, path in model_paths(config).items()}
+    worker = start_worker()
+    config, context, specs = worker.config, worker.context, worker.specs
 
     def build() -> dict[str, Any]:
         with many_buckets(config):
@@ -42,7 +30,7 @@ def main() -> None:
     mini = minibatch(roles, share(whole_batch(specs["actor"].vocab_size), context))
     update(roles, mini)
     store = CheckpointStore(
-        folder=arguments.out / "checkpoints", policy=KeepPolicy(newest=1), context=context
+        folder=worker.out / "checkpoints", policy=KeepPolicy(newest=1), context=context
     )
     store.begin(1, {n: r.trainable for n, r in roles.items()}, {"note": 1})
     went_on = update(roles, mini)  # while it is written
@@ -56,7 +44,7 @@ def main() -> None:
     rolled_back = update(roles, mini)
     torch.save(
         {"went_on": went_on, "resumed": resumed, "rolled_back": rolled_back},
-        arguments.out / f"rank{context.rank}.pt",
+        worker.out / f"rank{context.rank}.pt",
     )
     parallel.stop(context)
 

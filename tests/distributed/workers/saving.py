@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,16 +13,14 @@ import torch
 from megappo.checkpoint import layout
 from megappo.checkpoint.layout import KeepPolicy
 from megappo.checkpoint.store import CheckpointStore
-from megappo.config import load
 from megappo.config.sections import CheckpointSection
 from megappo.distributed import parallel
 from megappo.distributed.offload import optimizer_tensors
 from megappo.distributed.rank_check import compare_ranks
-from megappo.models.spec import load_spec
 from megappo.trainer.build import build_roles
-from megappo.trainer.preflight import model_paths
 from megappo.trainer.saver import Saver
 from tests.distributed.workers.resume import minibatch, update
+from tests.distributed.workers.start import start_worker
 from tests.distributed.workers.update import share, whole_batch
 
 
@@ -64,16 +61,8 @@ class Scene:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--config", type=Path)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("overrides", nargs="*")
-    arguments = parser.parse_args()
-    config = load(arguments.config, arguments.overrides)
-    launch = parallel.LaunchEnvironment.read()
-    degrees = parallel.Degrees.of(config.parallel)
-    context = parallel.start(launch, degrees, device="cpu", seed=1, timeout_s=60)
-    specs = {role: load_spec(path) for role, path in model_paths(config).items()}
+    worker = start_worker()
+    config, context, specs = worker.config, worker.context, worker.specs
 
     def build() -> dict[str, Any]:
         actor, critic, _ = build_roles(config, specs, context, total_optimizer_steps=9)
@@ -81,11 +70,11 @@ def main() -> None:
 
     roles = build()
     mini = minibatch(roles, share(whole_batch(specs["actor"].vocab_size), context))
-    scene = Scene(context, roles, arguments.out)
+    scene = Scene(context, roles, worker.out)
     found = {"untrained": untrained(scene, build, mini)}
     for part in (policies, full_disk, short_memory, not_finite, drift):
         found[part.__name__] = part(scene)
-    torch.save(found, arguments.out / f"rank{context.rank}.pt")
+    torch.save(found, worker.out / f"rank{context.rank}.pt")
     parallel.stop(context)
 
 
