@@ -1,4 +1,4 @@
-"""The `megappo` command: `check`, `doctor`, `plan`, `convert`, `report`, `data`; each elsewhere."""
+"""The `megappo` command: `check`, `doctor`, `plan`, `convert`, `report`, `data`, `train-*`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,18 @@ from megappo.doctor import command as doctor_command
 from megappo.errors import EXIT_DONE, EXIT_USAGE, UserError
 from megappo.trainer import check_command
 
+TRAIN_COMMANDS = {"train-rm": "rm", "train-sft": "sft"}
+"""Commands that start ranks, and the `task` that they set whatever the config says."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code (2 for any mistake in the input)."""
-    parser = _parser(sys.argv[1:] if arguments is None else arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    if given and given[0] in TRAIN_COMMANDS:  # what follows is torchrun's and the run's own
+        from megappo.launch import main as launch
+
+        return launch(given[1:], fixed=[f"task={TRAIN_COMMANDS[given[0]]}"])
+    parser = _parser(given)
     args, rest = parser.parse_known_args(arguments)
     # argparse takes key=value arguments in one place only; behind an option they are left over.
     strange = [r for r in rest if r.startswith("-") or "=" not in r or "overrides" not in args]
@@ -65,7 +73,13 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     )
     report.set_defaults(run=_report)
 
-    data = commands.add_parser("data", help="make Parquet files of prompts")
+    for name, task in TRAIN_COMMANDS.items():
+        commands.add_parser(
+            name,
+            help=f"train with task={task}: {name} [torchrun options] CONFIG.yaml [key=value ...]",
+        )
+
+    data = commands.add_parser("data", help="make Parquet files of prompts and preferences")
     kinds = data.add_subparsers(required=True, metavar="KIND")
     gsm8k = kinds.add_parser("gsm8k", help="GSM8K's JSON lines to Parquet")
     gsm8k.add_argument("input", type=Path, metavar="IN.jsonl")
@@ -81,6 +95,12 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     arithmetic.add_argument("--num-val", type=int, default=256)
     arithmetic.add_argument("--instruction", default="", help="put behind each question")
     arithmetic.set_defaults(run=_arithmetic)
+    pairs = kinds.add_parser("preferences", help="right and wrong answers to such problems")
+    pairs.add_argument("output", type=Path, metavar="OUT_DIR")
+    pairs.add_argument("--seed", type=int, default=0)
+    pairs.add_argument("--num-train", type=int, default=8192)
+    pairs.add_argument("--num-val", type=int, default=512)
+    pairs.set_defaults(run=_preferences)
     return parser
 
 
@@ -114,6 +134,15 @@ def _arithmetic(args: argparse.Namespace) -> int:
         instruction=args.instruction,
     )
     sys.stdout.write(f"{args.output}: {args.num_train} train and {args.num_val} validation rows\n")
+    return EXIT_DONE
+
+
+def _preferences(args: argparse.Namespace) -> int:
+    from megappo.data.preferences import write_preferences
+
+    counts = {"num_train": args.num_train, "num_val": args.num_val}
+    write_preferences(args.output, seed=args.seed, **counts)
+    sys.stdout.write(f"{args.output}: {args.num_train} train and {args.num_val} validation pairs\n")
     return EXIT_DONE
 
 

@@ -19,6 +19,10 @@ class DataError(UserError):
     """A data file is missing, lacks a column, is empty, or holds a row that cannot be used."""
 
 
+class SharedDataError(DataError):
+    """The same on all ranks, after they have joined: told once."""
+
+
 class ModelError(UserError):
     """A model folder is missing parts, or has a setting that is not supported."""
 

@@ -36,13 +36,18 @@ _LOG_OPTIONS = ("--log", "--logs", "-r", "--redirects", "-t", "--tee")
 """Torchrun's options that ask for files of its own."""
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Starts the ranks and returns the run's exit code."""
+def main(arguments: Sequence[str], *, fixed: Sequence[str] = ()) -> int:
+    """Starts the ranks and returns the run's exit code.
+
+    Args:
+        arguments: torchrun's options, the config and overrides.
+        fixed: more overrides, which win.
+    """
     before, after = _split(arguments)
     if not after:
         sys.stderr.write(USAGE + "\n")
         return EXIT_USAGE
-    return start_ranks(before, after)
+    return start_ranks(before, [*after, *fixed])
 
 
 def start_ranks(options: Sequence[str], arguments: Sequence[str]) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from megappo.distributed.launcher_death import die_with_launcher
 from megappo.errors import (
@@ -28,6 +29,9 @@ from megappo.errors import (
     UserError,
 )
 
+if TYPE_CHECKING:
+    from megappo.trainer.process import Process
+
 USAGE = "usage: torchrun --nproc-per-node N -m megappo.train CONFIG.yaml [section.key=value ...]"
 
 
@@ -37,30 +41,45 @@ def main(arguments: Sequence[str]) -> int:
         sys.stderr.write(USAGE + "\n")
         return EXIT_DONE if arguments else EXIT_USAGE
     die_with_launcher()  # before torch is imported, which takes seconds
-    from megappo.trainer.session import Session
+    from megappo.trainer.process import Process
 
-    session = Session()
+    process = Process()
     try:
-        session.run(arguments[0], arguments[1:])
+        _run(process, arguments[0], arguments[1:])
     except UserError as error:
-        session.report_user_error(error)
+        process.report_user_error(error)
         return EXIT_USAGE
     except GuardStop as stop:
-        session.report(f"stopped by a guard: {stop}")
+        process.report(f"stopped by a guard: {stop}")
         return EXIT_GUARD
     except StopRequested as stop:
-        session.report(f"{stop}; start the same command to go on")
+        process.report(f"{stop}; start the same command to go on")
         return EXIT_RESUMABLE
     except NodesMissingError as error:  # not known to the rank that others miss
-        session.report_on_node(f"failed: {error}")
+        process.report_on_node(f"failed: {error}")
         return EXIT_FAILED
     except (RanksDifferError, SaveError) as error:  # on all ranks alike: told once
-        session.report(f"failed: {error}")
+        process.report(f"failed: {error}")
         return EXIT_FAILED
     except Exception as error:
-        session.report_failure(error)
+        process.report_failure(error)
         return EXIT_FAILED
     return EXIT_DONE
+
+
+def _run(process: Process, config_path: str, overrides: Sequence[str]) -> None:
+    """By the config's `task`: PPO, or training on given answers."""
+    from megappo.config.load import task_of
+
+    process.start()
+    if task_of(config_path, overrides) == "ppo":
+        from megappo.trainer.session import Session
+
+        Session(process).run(config_path, overrides)
+    else:
+        from megappo.trainer.supervised.session import SupervisedSession
+
+        SupervisedSession(process).run(config_path, overrides)
 
 
 if __name__ == "__main__":

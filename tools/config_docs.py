@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megappo.config import Config
+from megappo.config import Config, SupervisedConfig
 from megappo.config.fields import describe
 
 HEADER = """\
@@ -23,15 +23,30 @@ answered with ours.
 """
 
 
+SUPERVISED = """
+## Reward models and fine-tuning
+
+The keys of `task: rm` and `task: sft` (`megappo train-rm`, `megappo train-sft`); [rlhf.md](rlhf.md)
+says how they are used.
+
+| key | type | default | meaning | verl's key |
+|---|---|---|---|---|
+"""
+
+
 def table() -> str:
     """The page."""
+    return HEADER + _rows(Config) + SUPERVISED + _rows(SupervisedConfig)
+
+
+def _rows(cls: type) -> str:
     rows = []
-    for d in describe(Config):
+    for d in describe(cls):
         kind = d.type.replace("|", "\\|")
         doc = d.doc.replace("|", "\\|")
         verl = f"`{d.verl}`" if d.verl else ""
         rows.append(f"| `{d.key}` | `{kind}` | `{d.default!r}` | {doc} | {verl} |")
-    return HEADER + "\n".join(rows) + "\n"
+    return "\n".join(rows) + "\n"
 
 
 if __name__ == "__main__":

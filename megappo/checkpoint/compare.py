@@ -105,6 +105,25 @@ def check_format(saved: Mapping[str, Any], checkpoint: Path, *, fsdp: bool) -> N
         )
 
 
+def check_task(saved: Mapping[str, Any], task: str, checkpoint: Path) -> None:
+    """Refuses the checkpoint of another kind of training.
+
+    Args:
+        saved: the checkpoint's small state.
+        task: `ppo`, `rm` or `sft`.
+        checkpoint: its folder, for the message.
+
+    Raises:
+        CheckpointError: with both kinds.
+    """
+    before = saved["config"].get("task", "ppo")
+    if before != task:
+        raise CheckpointError(
+            f"{checkpoint} is of a run with task {before}, and task is {task} now: use another "
+            "trainer.run_dir"
+        )
+
+
 def check_models(
     saved: Mapping[str, Any], now: Mapping[str, Mapping[str, Any]], checkpoint: Path
 ) -> None:
@@ -155,7 +174,7 @@ def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], checkpoint: P
     differing = [
         f"{key} {before[key]} -> {now[key]} ({reason})"
         for key, reason in FIXED_KEYS.items()
-        if key in before and before[key] != now[key]
+        if key in before and key in now and before[key] != now[key]
     ]
     if differing:
         raise CheckpointError(

@@ -8,11 +8,14 @@ micro-batch is one forward pass on one data-parallel (DP) rank and counts sample
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megappo.config.algorithm_checks import check_algorithm
+from megappo.config.layout import MemorySection, ParallelSection
 from megappo.config.learning import ActorSection, CriticSection
-from megappo.config.sections import Config
+from megappo.config.reward_model import RewardModelSection
+from megappo.config.sections import Config, ModelSection
 from megappo.config.servers import check_number_of_servers, check_servers
 from megappo.config.tracking import check_loggers
 
@@ -93,7 +96,10 @@ def check_sections(config: Config) -> list[str]:
         )
     for name, role in config.trained_roles.items():
         problems += _check_budget(config, name, role)
-    problems += _check_fsdp(config)
+    memories = {name: role.memory for name, role in config.trained_roles.items()}
+    problems += check_fsdp(config.parallel, memories)
+    if config.reward_model.path:
+        problems += _check_budget(config, "reward_model", config.reward_model)
     problems += _check_lora(config)
     problems += _check_ratio(config)
     problems += check_algorithm(config)
@@ -169,7 +175,9 @@ def _check_ratio(config: Config) -> list[str]:
     return problems
 
 
-def _check_budget(config: Config, name: str, role: ActorSection | CriticSection) -> list[str]:
+def _check_budget(
+    config: Config, name: str, role: ActorSection | CriticSection | RewardModelSection
+) -> list[str]:
     """A token budget must hold the longest sample that the data and the rollouts can bring."""
     if not role.use_dynamic_bsz:
         return []
@@ -190,9 +198,13 @@ def _check_budget(config: Config, name: str, role: ActorSection | CriticSection)
     ]
 
 
-def _check_fsdp(config: Config) -> list[str]:
-    """Megatron's FSDP shards whole weights over DP, and moves memory by itself."""
-    layout = config.parallel
+def check_fsdp(layout: ParallelSection, memories: Mapping[str, MemorySection]) -> list[str]:
+    """Megatron's FSDP shards whole weights over DP, and moves memory by itself.
+
+    Args:
+        layout: of the run.
+        memories: section name -> memory settings of each trained model.
+    """
     if not layout.fsdp:
         return []
     problems = [
@@ -201,12 +213,12 @@ def _check_fsdp(config: Config) -> list[str]:
         for name in ("tp", "pp", "vpp", "ep", "etp")
         if getattr(layout, name) > 1
     ]
-    for name, role in config.trained_roles.items():
+    for name, memory in memories.items():
         problems += [
             f"{name}.memory.{part}_offload is True and parallel.fsdp is True: it frees weights by "
             f"itself; set {name}.memory.{part}_offload=false or parallel.fsdp=false"
             for part in ("param", "grad", "optimizer")
-            if getattr(role.memory, f"{part}_offload")
+            if getattr(memory, f"{part}_offload")
         ]
     return problems
 
@@ -273,13 +285,18 @@ def check_device_features(config: Config, device: str, *, here: bool = True) -> 
     """Switches that `device` (cpu, cuda) lacks, and packages, if the run is to be `here`."""
     if device == "cuda":
         return _check_memory_saver(config) if here else []
+    return check_cpu_features(config.model, config.parallel)
+
+
+def check_cpu_features(model: ModelSection, layout: ParallelSection) -> list[str]:
+    """Switches that a CPU does not have."""
     problems = []
-    if config.model.fp8 != "none":
+    if model.fp8 != "none":
         problems.append(
-            f"model.fp8 is {config.model.fp8!r}: fp8 products are Transformer Engine's, which "
+            f"model.fp8 is {model.fp8!r}: fp8 products are Transformer Engine's, which "
             "needs CUDA; on a CPU set model.fp8=none"
         )
-    if config.parallel.fsdp:
+    if layout.fsdp:
         problems.append(
             "parallel.fsdp is True: Megatron's fully sharded data parallel needs CUDA; on a CPU "
             "set parallel.fsdp=false (optimizer state is sharded over DP without it too)"

@@ -13,7 +13,10 @@ from typing import Literal
 
 from megappo.config.fields import Problems, entries, opt
 
-UPDATE_METRICS = ("actor/grad_norm", "actor/loss", "critic/grad_norm", "critic/vf_loss")
+PPO_UPDATE_METRICS = ("actor/grad_norm", "actor/loss", "critic/grad_norm", "critic/vf_loss")
+SUPERVISED_UPDATE_METRICS = ("rm/grad_norm", "rm/loss", "sft/grad_norm", "sft/loss")
+
+UPDATE_METRICS = (*PPO_UPDATE_METRICS, *SUPERVISED_UPDATE_METRICS)
 """Known of each optimizer step before it writes weights; rules judge each of them there."""
 
 OUT_OF_MEMORY = "out_of_memory"
@@ -112,9 +115,11 @@ class GuardRule:
 DEFAULT_RULES: Mapping[str, GuardRule] = {
     "kl": GuardRule(metrics=["actor/ppo_kl"], above=0.2, action="lower_lr", to=1e-6),
     "grad_norm": GuardRule(metrics=["actor/grad_norm"], above=5.0, action="roll_back"),
-    "non_finite": GuardRule(metrics=list(UPDATE_METRICS), non_finite=True, action="skip_update"),
+    "non_finite": GuardRule(
+        metrics=list(PPO_UPDATE_METRICS), non_finite=True, action="skip_update"
+    ),
     "non_finite_again": GuardRule(
-        metrics=list(UPDATE_METRICS), non_finite=True, for_steps=3, action="roll_back"
+        metrics=list(PPO_UPDATE_METRICS), non_finite=True, for_steps=3, action="roll_back"
     ),
     "out_of_memory": GuardRule(metrics=[OUT_OF_MEMORY], above=0.0, action="halve_micro_batch"),
     "peak_memory": GuardRule(metrics=["perf/max_memory_share"], above=0.9, action="warn"),

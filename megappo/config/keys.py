@@ -15,15 +15,17 @@ SYNONYMS = {"learning_rate": "lr", "num_epochs": "total_epochs", "batch_size": "
 """Words that people try, and the field's own word here."""
 
 
-def known_part(cls: type, given: Mapping[str, Any], prefix: str, found: Findings) -> dict[str, Any]:
-    """The keys that are known; others are noted, with what they may have meant."""
+def known_part(
+    cls: type, given: Mapping[str, Any], prefix: str, found: Findings, root: type = Config
+) -> dict[str, Any]:
+    """The keys that are known; others are noted, with what they may have meant under `root`."""
     known = {f.name: f for f in dataclasses.fields(cls)}
     kept: dict[str, Any] = {}
     for name, value in given.items():
         key = prefix + str(name)
         if name not in known:
             for leaf in _leaves(value, key):
-                found.note(f"{leaf} is not a known key{suggest(leaf)}", *meant(leaf))
+                found.note(f"{leaf} is not a known key{suggest(leaf, root)}", *meant(leaf, root))
             continue
         section_cls, entry_cls = section_class(known[name]), entry_class(known[name])
         if section_cls is None and entry_cls is None:
@@ -31,19 +33,19 @@ def known_part(cls: type, given: Mapping[str, Any], prefix: str, found: Findings
         elif not isinstance(value, Mapping):
             found.note(f"{key} is {value!r}: it is a section and must hold keys")
         elif section_cls is not None:
-            kept[name] = known_part(section_cls, value, key + ".", found)
+            kept[name] = known_part(section_cls, value, key + ".", found, root)
         else:
-            kept[name] = _known_entries(entry_cls, value, key, found)
+            kept[name] = _known_entries(entry_cls, value, key, found, root)
     return kept
 
 
 def _known_entries(
-    cls: type, given: Mapping[str, Any], key: str, found: Findings
+    cls: type, given: Mapping[str, Any], key: str, found: Findings, root: type
 ) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     for entry, inner in given.items():
         if isinstance(inner, Mapping):
-            kept[entry] = known_part(cls, inner, f"{key}.{entry}.", found)
+            kept[entry] = known_part(cls, inner, f"{key}.{entry}.", found, root)
         else:
             found.note(f"{key}.{entry} is {inner!r}: it must hold keys")
     return kept
@@ -58,13 +60,13 @@ def _leaves(value: Any, key: str) -> Iterator[str]:
         yield key
 
 
-def suggest(key: str) -> str:
+def suggest(key: str, root: type = Config) -> str:
     """What to add to "is not a known key": verl's name answered with ours, else the nearest."""
-    leaves = list(describe(Config))
+    leaves = list(describe(root))
     for leaf in leaves:
         if key and leaf.verl == key:
             return f": it is verl's name; here it is {leaf.key}"
-    near = meant(key)
+    near = meant(key, root)
     if near:
         return f": did you mean {' or '.join(near)}?"
     head = key.rpartition(".")[0]
@@ -73,9 +75,9 @@ def suggest(key: str) -> str:
     return f"; known: {', '.join(known)}"
 
 
-def meant(key: str) -> list[str]:
+def meant(key: str, root: type = Config) -> list[str]:
     """Known keys that an unknown one is close to, those of its own section alone if there are."""
-    leaves = list(describe(Config))
+    leaves = list(describe(root))
     by_verl = [d.key for d in leaves if key and d.verl == key]
     if by_verl:
         return by_verl

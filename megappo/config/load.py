@@ -23,7 +23,11 @@ from megappo.config.fields import default_of, entry_class, section_class
 from megappo.config.findings import Findings
 from megappo.config.keys import known_part, suggest
 from megappo.config.sections import Config
+from megappo.config.supervised import SupervisedConfig
+from megappo.config.supervised_checks import check_supervised
 from megappo.errors import UserError
+
+TASKS = ("ppo", "rm", "sft")
 
 
 class ConfigError(UserError):
@@ -46,30 +50,69 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return config
 
 
+def task_of(path: str | Path, overrides: Sequence[str] = ()) -> str:
+    """What a config trains: `ppo` where it does not say.
+
+    Raises:
+        ConfigError: the file cannot be read, or the task is unknown.
+    """
+    given = [_read_yaml(Path(path))]
+    given += [{"task": text[5:]} for text in overrides if text.startswith("task=")]
+    task = next((layer["task"] for layer in reversed(given) if "task" in layer), "ppo")
+    if task not in TASKS:
+        raise ConfigError(f"task is {task!r}: known: {', '.join(TASKS)}")
+    return str(task)
+
+
+def load_any(path: str | Path, overrides: Sequence[str] = ()) -> Config | SupervisedConfig:
+    """As `load` for any task, which says what kind of config it is.
+
+    Raises:
+        ConfigError: unreadable file, unknown task or key, wrong type, or a broken rule.
+    """
+    if task_of(path, overrides) == "ppo":
+        return load(path, overrides)
+    config, found = _read(SupervisedConfig, path, overrides)
+    found.add(*check_supervised(config))
+    if found.problems:
+        raise ConfigError("\n".join(found.problems))
+    assert isinstance(config, SupervisedConfig)
+    return config
+
+
 def read(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, Findings]:
     """As `load`, for those who look for more mistakes: all that were found, and a config.
 
     Mistaken keys of the config have stand-ins, see `Findings`.
 
     Raises:
-        ConfigError: the file cannot be read.
+        ConfigError: the file cannot be read, or is not of PPO.
     """
+    task = task_of(path, overrides)
+    if task != "ppo":
+        raise ConfigError(f"task is {task!r}: this reads configs of PPO; use megappo train-{task}")
+    config, found = _read(Config, path, overrides)
+    found.add(*check_sections(config))
+    return config, found
+
+
+def _read(cls: type, path: str | Path, overrides: Sequence[str]) -> tuple[Any, Findings]:
+    """The config before rules between sections, and what was found."""
     found = Findings()
     given = [_read_yaml(Path(path))]
     for text in overrides:
         layer = found.attempt(partial(_read_override, text))
         if layer is not None:
             given.append(layer)
-    given = [known_part(Config, _one_as_list(layer), "", found) for layer in given]
-    plain = _merged(given, found)
+    given = [known_part(cls, _one_as_list(layer), "", found, cls) for layer in given]
+    plain = _merged(cls, given, found)
     problems: list[str] = []
-    config: Config = _build(Config, plain, "", problems, found.stand_ins)
+    config = _build(cls, plain, "", problems, found.stand_ins)
     found.problems += problems
-    found.add(*check_sections(config))
     return config, found
 
 
-def dump(config: Config, path: Path) -> None:
+def dump(config: Config | SupervisedConfig, path: Path) -> None:
     """Writes the resolved config as YAML; `load` of that file gives an equal config."""
     path.write_text(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
 
@@ -111,13 +154,13 @@ def _one_as_list(layer: dict[str, Any]) -> dict[str, Any]:
     return layer
 
 
-def _merged(given: Sequence[dict[str, Any]], found: Findings) -> Any:
+def _merged(cls: type, given: Sequence[dict[str, Any]], found: Findings) -> Any:
     """Defaults and layers as plain values of the right types.
 
     OmegaConf stops at the first wrong one, so that is taken out and the rest merged again.
     """
     while True:
-        base = OmegaConf.structured(Config)
+        base = OmegaConf.structured(cls)
         _thaw(base)
         try:
             merged = OmegaConf.merge(base, *(OmegaConf.create(dict(layer)) for layer in given))

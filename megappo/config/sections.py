@@ -18,6 +18,7 @@ from megappo.config.learning import (
     CriticSection,
     ReferenceSection,
 )
+from megappo.config.reward_model import RewardModelSection
 from megappo.config.rewards import RewardSection
 from megappo.config.tracking import TrackingSection
 
@@ -338,6 +339,9 @@ class CheckpointSection:
 class Config:
     """The whole of a run."""
 
+    task: Literal["ppo"] = opt(
+        "ppo", "what is trained; rm and sft have keys of their own, in the second table"
+    )
     device: Literal["auto", "cpu", "cuda"] = opt(
         "auto",
         "cuda: NCCL, Transformer Engine; cpu: gloo, local layers; auto: cuda where there is one",
@@ -351,6 +355,7 @@ class Config:
     critic: CriticSection = section(CriticSection, "value model")
     reference: ReferenceSection = section(ReferenceSection, "reference policy")
     reward: RewardSection = section(RewardSection, "rewards")
+    reward_model: RewardModelSection = section(RewardModelSection, "reward model")
     parallel: ParallelSection = section(ParallelSection, "layout")
     trainer: TrainerSection = section(TrainerSection, "run")
     checkpoint: CheckpointSection = section(CheckpointSection, "saving")

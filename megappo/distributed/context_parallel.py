@@ -65,6 +65,32 @@ def gather_rows(rows: Tensor, group: Any) -> Tensor:
     return gathered
 
 
+class _JoinSums(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:
+        total = value.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def join_over_context(value: Tensor) -> Tensor:
+    """As `sum_over_context`, differentiable, for a loss of results that lie on several ranks.
+
+    Every rank then computes the same loss, and its backward pass gives each rank the gradient of
+    its own part, once: gradients are summed over the context-parallel ranks as always, but the loss
+    itself counts on one of them only. Collective over that group in the forward pass.
+    """
+    group = context_group()
+    if group.size() == 1:
+        return value
+    joined: Tensor = _JoinSums.apply(value, group)
+    return joined
+
+
 def context_group() -> Any:
     """The ranks that hold parts of the same sequences, as Megatron's collectives use them."""
     from megatron.core import parallel_state

@@ -13,6 +13,12 @@ from megappo.loggers import LoggerSettings
 COLUMNS = (
     ("score", "critic/score/mean", "{:.3f}"),
     ("val", "val/score/mean", "{:.3f}"),
+    ("loss", "rm/loss", "{:.4f}"),
+    ("loss", "sft/loss", "{:.4f}"),
+    ("accuracy", "rm/accuracy", "{:.3f}"),
+    ("margin", "rm/margin", "{:.3f}"),
+    ("val loss", "val/loss", "{:.4f}"),
+    ("val accuracy", "val/accuracy", "{:.3f}"),
     ("kl", "actor/ppo_kl", "{:.4f}"),
     ("ref kl", "actor/kl_loss", "{:.4f}"),
     ("clip", "actor/pg_clipfrac", "{:.3f}"),

@@ -62,6 +62,18 @@ def _math(settings: RewardSection) -> RewardFunction:
     return reward
 
 
+MODEL_ONLY = "reward_model"
+"""The data_source of rows that no rule scores: a reward model does, and `preflight` wants one."""
+
+
+@REWARDS.register(MODEL_ONLY)
+def _model_only(settings: RewardSection) -> RewardFunction:
+    def reward(response: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
+        return 0.0
+
+    return reward
+
+
 @REWARDS.register("exact_match")
 def _exact_match(settings: RewardSection) -> RewardFunction:
     from megappo.rewards import exact_match

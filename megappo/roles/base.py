@@ -82,10 +82,22 @@ class Network:
             coefficient: weight of the loss; 0 leaves gradients exactly as without.
             loss_agg_mode: of the main loss.
         """
+        here = local_denominator(mini.samples.response_mask, loss_agg_mode).item()
+        return self.balance_experts_by(here, len(mini.samples), coefficient=coefficient)
+
+    def balance_experts_by(
+        self, local_count: float, num_samples: int, *, coefficient: float
+    ) -> BalanceLoss | None:
+        """The same for a main loss whose denominator is known. Collective over DP.
+
+        Args:
+            local_count: this DP rank's part of the main loss's denominator.
+            num_samples: sequences on this DP rank.
+            coefficient: weight of the loss.
+        """
         if not self.spec.num_experts:
             return None
-        here = local_denominator(mini.samples.response_mask, loss_agg_mode).double()
-        pair = torch.stack([here, torch.tensor(float(len(mini.samples)), dtype=torch.float64)])
+        pair = torch.tensor([local_count, float(num_samples)], dtype=torch.float64)
         denominator, sequences = sum_over_data(pair, self.context).tolist()
         set_aux_loss(self.chunks, coefficient * denominator / sequences)
         return BalanceLoss(chunks=self.chunks, num_sequences=sequences)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from megappo.config import Config
+from megappo.config import Config, SupervisedConfig
 from megappo.config.learning import ActorSection, CriticSection
 from megappo.config.lora import LoraSection
 from megappo.config.servers import server_owners
@@ -32,6 +32,7 @@ from megappo.roles.actor import Actor, Policy
 from megappo.roles.base import Network
 from megappo.roles.critic import Critic
 from megappo.roles.policy_losses import POLICY_LOSSES
+from megappo.roles.reward_model import RewardModel
 from megappo.rollout.engine import RolloutEngine
 from megappo.rollout.megatron_engine import MegatronEngine
 from megappo.rollout.placement import Placement, sharing_domains
@@ -48,6 +49,7 @@ from megappo.trainer.evaluate import Evaluator
 from megappo.trainer.guard import Guard
 from megappo.trainer.memory import ModelMemory
 from megappo.trainer.micro_batches import MicroBatchPlanner
+from megappo.trainer.model_scoring import ModelScorer
 from megappo.trainer.ppo_trainer import PPOTrainer, StepPlan
 from megappo.trainer.preflight import Preflight, model_paths, wanted_layers
 from megappo.trainer.scoring import BatchScorer
@@ -89,7 +91,12 @@ def build_trainer(
         sampling=_sampling(config),
         sleeps=config.rollout.sleep,
     )
-    scorer = BatchScorer(scorer=make_scorer(config), sources=found.train_sources, context=context)
+    scorer = BatchScorer(
+        scorer=make_scorer(config),
+        sources=found.train_sources,
+        context=context,
+        model=build_model_scorer(config, found.reward_spec, context),
+    )
     return PPOTrainer(
         context=context,
         sampler=found.sampler,
@@ -123,6 +130,29 @@ def build_trainer(
             peak_flops_per_s=peak_flops_per_s(config, context.device),
         ),
         memory_agreement=MemoryAgreement(context, config.parallel),
+    )
+
+
+def build_model_scorer(
+    config: Config, spec: ModelSpec | None, context: ParallelContext
+) -> ModelScorer | None:
+    """The frozen reward model, where one is named. Collective over the world."""
+    if spec is None:
+        return None
+    settings = config.reward_model
+    net = build_network(config, spec, settings.path, "value", context)
+    for chunk in net.chunks:
+        chunk.requires_grad_(False)
+    parts = chosen_parts(params=settings.param_offload, grads=False, optimizer=False)
+    memory = Offloader("reward model", net.chunks, parts=parts)
+    memory.offload()
+    return ModelScorer(
+        model=RewardModel(network=net, memory=memory),
+        planner=MicroBatchPlanner.of(
+            settings, context=context, alignment=net.alignment, mini_batch=1
+        ),
+        settings=settings,
+        context=context,
     )
 
 
@@ -183,7 +213,7 @@ def make_corrector(config: Config) -> Corrector | None:
 
 
 def build_evaluator(
-    config: Config, found: Preflight, context: ParallelContext, scorer: Scorer
+    config: Config, found: Preflight, context: ParallelContext, scorer: BatchScorer
 ) -> Evaluator | None:
     """Validation, where there are files for it; with the rewards of training."""
     if found.val_set is None:
@@ -202,8 +232,9 @@ def build_evaluator(
             stop_token_ids=_stop_token_ids(config),
         ),
         n=val.n,
-        scorer=scorer,
+        scorer=scorer.scorer,
         context=context,
+        model=scorer.model,
     )
 
 
@@ -213,7 +244,7 @@ def make_scorer(config: Config) -> Scorer:
 
 
 def build_network(
-    config: Config,
+    config: Config | SupervisedConfig,
     spec: ModelSpec,
     path: str,
     head: Head,
@@ -232,7 +263,7 @@ def build_network(
         vp=layout.vpp,
         ep=layout.ep if spec.num_experts else 1,
         etp=layout.expert_tp if spec.num_experts else None,
-        pipeline_layers=wanted_layers(config, spec),
+        pipeline_layers=wanted_layers(config.parallel, spec),
         sequence_parallel=layout.sequence_parallel,
         dtype=DTYPES[config.model.dtype],
         device=context.device.type,

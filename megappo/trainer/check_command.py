@@ -60,9 +60,16 @@ def run(args: argparse.Namespace) -> int:
     if args.config is None:
         raise UserError("megappo check needs CONFIG.yaml, or --explain KEY")
     from megappo.config.checks import check_device_features
-    from megappo.config.load import read
+    from megappo.config.load import load_any, read, task_of
     from megappo.trainer.preflight import preflight
 
+    if task_of(args.config, args.overrides) != "ppo":
+        from megappo.trainer.supervised.check import check_supervised_run
+
+        supervised = load_any(args.config, args.overrides)
+        check_supervised_run(supervised, args.world_size)
+        sys.stdout.write(f"ok         {args.config}\n")
+        return EXIT_DONE
     config, mistakes = read(args.config, args.overrides)
     if config.device != "auto":
         mistakes.add(*check_device_features(config, config.device, here=False))

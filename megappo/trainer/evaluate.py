@@ -15,6 +15,7 @@ from megappo.distributed.parallel import ParallelContext
 from megappo.rewards.scorer import Scorer
 from megappo.rollout.sampling import SamplingSettings
 from megappo.rollout.worker import RolloutWorker
+from megappo.trainer.model_scoring import VAL_MEAN, ModelScorer
 from megappo.trainer.scoring import Overlap, add_parts, check_error_rate, part_metrics, sample_of
 from megappo.types import Prompt
 
@@ -32,6 +33,7 @@ class Evaluator:
     n: int
     scorer: Scorer
     context: ParallelContext
+    model: ModelScorer | None = None
 
     def run(self, rollouts: RolloutWorker) -> Mapping[str, float]:
         """`val/score/mean`, the same by data source and reward, lengths, rows.
@@ -43,6 +45,7 @@ class Evaluator:
         parts = part_metrics(self.scorer.settings, self.sources).values()
         tally.declare(means + [_by_source(s) for s in self.sources])
         tally.declare(f"val/reward/{part}" for part in parts)
+        tally.declare([VAL_MEAN] if self.model is not None else [])
         context = self.context
         for rows in blocks(len(self.dataset), rank=context.rank, world_size=context.world_size):
             prompts = self.dataset.rows(rows)
@@ -69,6 +72,8 @@ class Evaluator:
         for name, count in zip(_FAILURES, (result.errors, result.timeouts), strict=True):
             tally.add(name, count, len(result.scores))
         add_parts(tally, result, "val/reward/")
+        if self.model is not None:
+            self.model.validate(asked, answers, tally)
 
 
 def blocks(num_rows: int, *, rank: int, world_size: int) -> list[range]:

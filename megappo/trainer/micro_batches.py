@@ -8,12 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
-from megappo.config.learning import ActorSection, CriticSection
 from megappo.data.batching import fixed_micro_batches, plan_micro_batches
 from megappo.distributed.parallel import ParallelContext, max_over_data
 from megappo.models.packing import Alignment
 from megappo.types import MiniBatch, RolloutBatch
+
+
+class PassSize(Protocol):
+    """The part of a section that says how large forward passes are."""
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples."""
+
+    @property
+    def use_dynamic_bsz(self) -> bool:
+        """Tokens instead of samples."""
+
+    @property
+    def max_token_len_per_gpu(self) -> int:
+        """Tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +48,7 @@ class MicroBatchPlanner:
     @classmethod
     def of(
         cls,
-        role: ActorSection | CriticSection,
+        role: PassSize,
         *,
         context: ParallelContext,
         alignment: Alignment,
@@ -90,14 +106,35 @@ class MicroBatchPlanner:
         return [self._plan_one(mini, self.max_tokens) for mini in minis]
 
     def _plan_one(self, lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-        alone = len(plan_micro_batches(lengths, max_tokens=max_tokens))
+        agreed = self._agree(len(plan_micro_batches(lengths, max_tokens=max_tokens)))
+        return plan_micro_batches(lengths, max_tokens=max_tokens, num_micro_batches=agreed)
+
+    def plan_any(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Forward passes of any number of samples, another one on each DP rank if need be.
+
+        Collective over DP: all ranks get equally many, some of them perhaps empty.
+
+        Args:
+            lengths: tokens of each of this rank's samples.
+
+        Raises:
+            DataError: a sample is longer than the budget.
+        """
+        padded = [self.alignment.padded(length) for length in lengths]
+        if self.max_tokens is not None:
+            return self._plan_one(padded, self.max_tokens)
+        passes = fixed_micro_batches(len(padded), self.micro_batch)
+        return passes + [[] for _ in range(self._agree(len(passes)) - len(passes))]
+
+    def _agree(self, alone: int) -> int:
+        """Passes that every DP rank makes, this one's included. Collective over DP."""
         agreed = max_over_data(max(alone, 1), self.context)
         if self.context.vp > 1:
             agreed = -(-agreed // self.context.pp) * self.context.pp
-        return plan_micro_batches(lengths, max_tokens=max_tokens, num_micro_batches=agreed)
+        return agreed
 
 
-def token_budget(role: ActorSection | CriticSection, alignment: Alignment) -> int:
+def token_budget(role: PassSize, alignment: Alignment) -> int:
     """Most positions of a forward pass over all CP ranks, in whole multiples of a row's padding."""
     row = alignment.row_multiple
     return role.max_token_len_per_gpu * alignment.cp // row * row

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megappo.config import Config, ConfigError
 from megappo.config.findings import Findings
+from megappo.config.layout import ParallelSection
 from megappo.errors import ModelError
 from megappo.models.build import check_layout as check_model_layout
 from megappo.models.lora import check_targets
@@ -15,6 +16,7 @@ from megappo.models.name_map import Head
 from megappo.models.spec import ModelSpec, check_tokenizer_files, check_weight_files, load_spec
 from megappo.models.weights import check_weights
 from megappo.rollout.sampling import end_token_ids
+from megappo.trainer.reward_model_checks import check_head
 
 
 def model_paths(config: Config) -> dict[str, str]:
@@ -22,12 +24,13 @@ def model_paths(config: Config) -> dict[str, str]:
     paths = {"actor": config.model.path}
     if config.uses_critic:
         paths["critic"] = config.critic.path or config.model.path
-    return paths | {"reference": config.reference.path or config.model.path}
+    paths["reference"] = config.reference.path or config.model.path
+    return paths | ({"reward_model": config.reward_model.path} if config.reward_model.path else {})
 
 
-def wanted_layers(config: Config, spec: ModelSpec) -> Sequence[int]:
+def wanted_layers(layout: ParallelSection, spec: ModelSpec) -> Sequence[int]:
     """`parallel.pipeline_layers`, or nothing for a model of another depth than they describe."""
-    wanted = config.parallel.pipeline_layers
+    wanted = layout.pipeline_layers
     return wanted if sum(wanted) == spec.num_layers else ()
 
 
@@ -51,7 +54,12 @@ def check_model_folders(
             continue
         specs[role] = spec
         if is_new:
-            found.attempt(partial(_check_split, config, role, path, spec))
+            layers = wanted_layers(config.parallel, spec)
+            if role == "actor":
+                layers = config.parallel.pipeline_layers
+            found.attempt(
+                partial(check_split, config.parallel, role, path, spec, pipeline_layers=layers)
+            )
             found.attempt(partial(check_tokenizer_files, Path(path)))
         if role in config.trained_roles:
             lora = config.trained_roles[role].lora
@@ -63,8 +71,19 @@ def check_model_folders(
     return specs
 
 
-def _check_split(config: Config, role: str, path: str, spec: ModelSpec) -> None:
-    layout = config.parallel
+def check_split(
+    layout: ParallelSection,
+    role: str,
+    path: str,
+    spec: ModelSpec,
+    *,
+    pipeline_layers: Sequence[int],
+) -> None:
+    """Whether a model can be split as the layout says.
+
+    Raises:
+        ModelError: naming role and folder.
+    """
     try:
         check_model_layout(
             spec,
@@ -74,9 +93,7 @@ def _check_split(config: Config, role: str, path: str, spec: ModelSpec) -> None:
             ep=layout.ep if spec.num_experts else 1,
             etp=layout.expert_tp if spec.num_experts else None,
             sequence_parallel=layout.sequence_parallel,
-            pipeline_layers=(
-                layout.pipeline_layers if role == "actor" else wanted_layers(config, spec)
-            ),
+            pipeline_layers=pipeline_layers,
         )
     except ModelError as error:
         raise ModelError(f"the {role} ({path}): {error}") from error
@@ -86,7 +103,11 @@ def _check_weights(path: str, spec: ModelSpec, role: str, found: Findings) -> No
     num_problems = len(found.problems)
     found.attempt(partial(check_weight_files, Path(path)))
     if len(found.problems) == num_problems:
-        head: Head = "value" if role == "critic" else "lm"
+        if role == "reward_model":
+            found.attempt(partial(check_head, Path(path)))
+        if len(found.problems) > num_problems:
+            return
+        head: Head = "value" if role in ("critic", "reward_model") else "lm"
         found.attempt(partial(check_weights, path, spec, head=head))
 
 

@@ -23,6 +23,7 @@ from megappo.checkpoint.compare import (
     check_format,
     check_layout,
     check_models,
+    check_task,
     config_changes,
     flatten,
     layout_changes,
@@ -43,7 +44,7 @@ from megappo.models.spec import (
     ModelSpec,
 )
 from megappo.rollout.file_limit import file_limit_warning, raise_file_limit
-from megappo.trainer.micro_batches import token_budget
+from megappo.trainer.micro_batches import PassSize, token_budget
 from megappo.trainer.model_checks import (
     check_engine,
     check_model_folders,
@@ -65,6 +66,8 @@ class Preflight:
     critic_spec: ModelSpec | None
     """None where no critic is needed"""
     reference_spec: ModelSpec
+    reward_spec: ModelSpec | None
+    """of the reward model"""
     tokenizer: Any
     train_set: PromptDataset
     train_sources: tuple[str, ...]
@@ -120,7 +123,10 @@ def preflight(
     if "actor" in specs:
         check_engine(config, specs["actor"], found)
     data = check_rows(config, found, read_all_rows=read_all_rows)
-    checkpoint = found.attempt(partial(_check_run_dir, config), needs=("trainer.run_dir",))
+    checkpoint = found.attempt(
+        partial(check_run_dir, config.trainer.run_dir, resume=config.checkpoint.resume),
+        needs=("trainer.run_dir",),
+    )
     found.raise_any()
     assert plan is not None
     sampler, train_set = data.sampler, data.sets["train"]
@@ -142,6 +148,7 @@ def preflight(
         actor_spec=specs["actor"],
         critic_spec=specs.get("critic"),
         reference_spec=specs["reference"],
+        reward_spec=specs.get("reward_model"),
         tokenizer=data.tokenizer,
         train_set=train_set,
         train_sources=tuple(data.sources["train"]),
@@ -156,6 +163,7 @@ def preflight(
         base_weights=base_weights,
         warnings=(
             *_warnings(config, specs),
+            *data.warnings,
             *risks(
                 config,
                 specs,
@@ -238,7 +246,10 @@ def _check_budgets(config: Config) -> list[str]:
     tokens = config.data.max_prompt_length + config.rollout.max_response_length
     longest = alignment.padded(tokens)
     problems = []
-    for name, role in config.trained_roles.items():
+    roles: dict[str, PassSize] = dict(config.trained_roles)
+    if config.reward_model.path:
+        roles["reward_model"] = config.reward_model
+    for name, role in roles.items():
         budget = token_budget(role, alignment)
         fits_without = tokens <= role.max_token_len_per_gpu * layout.cp
         if role.use_dynamic_bsz and fits_without and longest > budget:
@@ -251,15 +262,21 @@ def _check_budgets(config: Config) -> list[str]:
     return problems
 
 
-def _check_run_dir(config: Config) -> Path | None:
-    run_dir = Path(config.trainer.run_dir)
+def check_run_dir(folder: str, *, resume: str) -> Path | None:
+    """The checkpoint that a run in this folder goes on from, if there is any.
+
+    Raises:
+        UserError: the folder cannot be written.
+        CheckpointError: there is one and `resume` is `never`, or it is not whole.
+    """
+    run_dir = Path(folder)
     nearest = next(p for p in (run_dir.absolute(), *run_dir.absolute().parents) if p.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         raise UserError(f"trainer.run_dir {run_dir} cannot be written: {nearest} is not writable")
     found = layout.latest(layout.folder_of(run_dir))
     if found is None:
         return None
-    if config.checkpoint.resume == "never":
+    if resume == "never":
         raise CheckpointError(
             f"checkpoint.resume is never and {found} exists: use another trainer.run_dir, remove "
             "the folder, or set checkpoint.resume=auto"
@@ -279,6 +296,7 @@ def _check_state(
     Raises:
         CheckpointError: with the difference.
     """
+    check_task(state, "ppo", checkpoint)
     degrees = {name: getattr(plan, name) for name in LAYOUT_FIELDS}
     check_layout(state, degrees, checkpoint)
     check_format(state, checkpoint, fsdp=config.parallel.fsdp)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from megappo.config import Config
 from megappo.config.findings import Findings
+from megappo.config.sections import ModelSection
 from megappo.data.prompts import PromptDataset, check_files, read_data_sources
 from megappo.data.sampler import PromptSampler
 from megappo.errors import ModelError
 from megappo.models.spec import has_tokenizer
 from megappo.rewards import resolve
+from megappo.trainer.reward_model_checks import check_reward_model
 
 
 @dataclass(kw_only=True)
@@ -24,6 +26,7 @@ class Rows:
     sets: dict[str, PromptDataset] = field(default_factory=dict)
     sources: dict[str, list[str]] = field(default_factory=lambda: {"train": [], "val": []})
     sampler: PromptSampler | None = None
+    warnings: list[str] = field(default_factory=list)
 
 
 def check_rows(config: Config, found: Findings, *, read_all_rows: bool) -> Rows:
@@ -31,7 +34,7 @@ def check_rows(config: Config, found: Findings, *, read_all_rows: bool) -> Rows:
     rows = Rows()
     files = {"train": config.data.train_files, "val": config.data.val_files}
     if has_tokenizer(config.model.path):
-        rows.tokenizer = found.attempt(partial(_load_tokenizer, config))
+        rows.tokenizer = found.attempt(partial(load_tokenizer, config.model))
     num_rows: dict[str, int | None] = {}
     for name, paths in files.items():
         if not paths:  # refused by the config's own rules where they are needed
@@ -49,6 +52,15 @@ def check_rows(config: Config, found: Findings, *, read_all_rows: bool) -> Rows:
             _check_prompts(rows.sets[name], config, found, read_all_rows=read_all_rows)
     all_sources = {source for sources in rows.sources.values() for source in sources}
     found.attempt(partial(resolve, all_sources, config.reward))
+    if rows.tokenizer is not None:
+        check = partial(
+            check_reward_model,
+            config,
+            rows.tokenizer,
+            lambda path: load_tokenizer(replace(config.model, path=path), "reward_model.path"),
+            all_sources,
+        )
+        rows.warnings += found.attempt(check) or []
     if "train" in rows.sets and config.data.truncation == "drop":
         num_rows["train"] = found.attempt(rows.sets["train"].__len__)
     if num_rows.get("train") is not None:
@@ -82,7 +94,16 @@ def _sampler(config: Config, rows: PromptDataset | None, num_rows: int | None) -
     )
 
 
-def _load_tokenizer(config: Config) -> Any:
+def load_tokenizer(model: ModelSection, key: str = "model.path") -> Any:
+    """The tokenizer of a model's folder.
+
+    Args:
+        model: whose folder, and whether code in it may run.
+        key: of the folder, for the message.
+
+    Raises:
+        ModelError: it cannot be loaded.
+    """
     with warnings.catch_warnings():
         # The CPU set-up has torchvision without its image library, which nothing here uses.
         warnings.filterwarnings("ignore", message="Failed to load image Python extension")
@@ -90,14 +111,14 @@ def _load_tokenizer(config: Config) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(
-            config.model.path,
-            trust_remote_code=config.model.trust_remote_code,
+            model.path,
+            trust_remote_code=model.trust_remote_code,
             local_files_only=True,
         )
     except (OSError, ValueError, KeyError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ModelError(
-            f"the tokenizer in model.path {config.model.path} cannot be loaded: {first}"
+            f"the tokenizer in {key} {model.path} cannot be loaded: {first}"
         ) from error
 
 

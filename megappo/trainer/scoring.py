@@ -18,6 +18,8 @@ from megappo.distributed.parallel import ParallelContext, all_gather_objects
 from megappo.rewards.base import Sample
 from megappo.rewards.scorer import Scorer, ScoreResult, Scoring
 from megappo.rollout.worker import Route
+from megappo.trainer.model_scoring import MEANS as MODEL_MEANS
+from megappo.trainer.model_scoring import ModelScorer
 from megappo.types import Completion, Prompt, RolloutBatch
 
 OVERLAP = "reward/overlap"
@@ -121,13 +123,16 @@ class BatchScorer:
     sources: tuple[str, ...]
     """every data_source of the training files"""
     context: ParallelContext
+    model: ModelScorer | None = None
+    """adds a reward model's score"""
 
     @property
     def means(self) -> tuple[str, ...]:
         """Metrics that every rank names."""
         parts = part_metrics(self.scorer.settings, self.sources).values()
         overlap = (OVERLAP,) if self.scorer.settings.overlap else ()
-        return (*RATES, *overlap, *(f"reward/{part}" for part in parts))
+        of_model = MODEL_MEANS if self.model is not None else ()
+        return (*RATES, *overlap, *of_model, *(f"reward/{part}" for part in parts))
 
     def begin(self) -> Overlap | None:
         """Listens to the next generation, if scoring overlaps with it."""
@@ -160,7 +165,8 @@ class BatchScorer:
         scores = torch.tensor(
             [s for part_scores in parts for s in part_scores], dtype=torch.float32
         )
-        return batch.with_fields(scores=scores)
+        batch = batch.with_fields(scores=scores)
+        return batch if self.model is None else self.model.add(batch, tally)
 
     def _count(self, result: ScoreResult, tally: Tally) -> None:
         found = Tally()

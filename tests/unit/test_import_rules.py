@@ -23,9 +23,9 @@ LEVEL = {
     "trainer": 4,
     "doctor": 4,
     "train": 5,
-    "cli": 5,
     "launch": 5,
     "node": 6,
+    "cli": 6,
 }
 
 

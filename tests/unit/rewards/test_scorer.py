@@ -188,7 +188,7 @@ def test_built_in_rewards_resolve_and_score():
     rewards = resolve(["gsm8k", "math", "exact_match", "arithmetic", "gsm8k"], RewardSection())
     assert list(REWARDS) == [
         *("arithmetic", "code", "custom", "exact_match", "format", "gsm8k"),
-        *("length", "math", "remote"),
+        *("length", "math", "remote", "reward_model"),
     ]
     found = {source: terms[0].reward for source, terms in rewards.items()}
     assert found["gsm8k"]("#### 7", "7", {}) == 1.0

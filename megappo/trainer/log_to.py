@@ -1,0 +1,34 @@
+"""A run's loggers, none of which can stop it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from megappo.loggers import LOGGERS, Logger, LoggerSettings
+from megappo.loggers.contained import ContainedLogger
+from megappo.trainer.records import Records
+
+
+def contained_loggers(
+    names: Sequence[str],
+    settings: LoggerSettings,
+    *,
+    say: Callable[[str], None],
+    records: Records,
+) -> list[Logger]:
+    """The named loggers; what goes wrong in one is said on the screen and in events.jsonl."""
+
+    def report(step: int, text: str) -> None:
+        say(f"warning    step {step}: {text}")
+        try:
+            records.event("logger_failed", step, text=text)
+        except OSError as error:  # the same full disk
+            say(f"warning    events.jsonl cannot be written: {error}")
+
+    return [
+        ContainedLogger(
+            name, partial(LOGGERS[name], settings), report=report, first_step=settings.first_step
+        )
+        for name in names
+    ]

@@ -1,0 +1,76 @@
+"""Puts a run on given answers together."""
+
+from __future__ import annotations
+
+from megappo.config import SupervisedConfig
+from megappo.config.guard import GuardSection
+from megappo.distributed.grad_sync import make_trainable
+from megappo.distributed.parallel import ParallelContext
+from megappo.models.spec import ModelSpec
+from megappo.roles.learner import Learner
+from megappo.roles.objectives import Objective
+from megappo.trainer.build import build_network
+from megappo.trainer.guard import Guard
+from megappo.trainer.micro_batches import MicroBatchPlanner
+from megappo.trainer.supervised.preflight import Course, SupervisedPreflight
+from megappo.trainer.supervised.trainer import SupervisedTrainer
+
+
+def build_supervised(
+    config: SupervisedConfig,
+    found: SupervisedPreflight,
+    course: Course,
+    context: ParallelContext,
+) -> SupervisedTrainer:
+    """Model, optimizer and loop state. Collective over the world; takes a while."""
+    learner = build_learner(
+        config, found.spec, found.objective, context, total_optimizer_steps=course.total_steps
+    )
+    return SupervisedTrainer(
+        context=context,
+        train_set=found.train_set,
+        val_set=found.val_set,
+        sampler=course.sampler,
+        learner=learner,
+        planner=MicroBatchPlanner.of(
+            config.training,
+            context=context,
+            alignment=learner.network.alignment,
+            mini_batch=found.plan.batch_per_dp_rank,
+        ),
+        guard=Guard(
+            settings=GuardSection(rules=config.guard.rules, max_actions=config.guard.max_actions),
+            comparable=False,
+        ),
+    )
+
+
+def build_learner(
+    config: SupervisedConfig,
+    spec: ModelSpec,
+    objective: Objective,
+    context: ParallelContext,
+    *,
+    total_optimizer_steps: int,
+) -> Learner:
+    """The model with its optimizer. Collective over the world."""
+    training = config.training
+    network = build_network(
+        config,
+        spec,
+        config.model.path,
+        objective.head,
+        context,
+        recompute=training.recompute,
+    )
+    trainable = make_trainable(
+        objective.name,
+        network.chunks,
+        network.config,
+        optim=training.optim,
+        total_optimizer_steps=total_optimizer_steps,
+        overlap_grad_reduce=config.parallel.overlap_grad_reduce,
+        overlap_param_gather=config.parallel.overlap_param_gather,
+        fsdp=config.parallel.fsdp,
+    )
+    return Learner(network=network, trainable=trainable, objective=objective, settings=training)

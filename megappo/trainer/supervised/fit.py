@@ -1,0 +1,242 @@
+"""The loop around steps on given answers: resume, validate, log, save, stop, export.
+
+Left out of what PPO's loop does: going back to an earlier state. A step here depends on nothing but
+weights and rows, so a run that went wrong is started again from a checkpoint with other settings.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megappo.checkpoint.compare import flatten, model_identity
+from megappo.config import SupervisedConfig
+from megappo.distributed.parallel import all_gather_objects, all_ranks_or_none, any_rank
+from megappo.distributed.rank_check import compare_ranks
+from megappo.errors import GuardStop, RanksDifferError, SaveError, StopRequested
+from megappo.loggers import Logger
+from megappo.models.weights import save_hf
+from megappo.trainer.guard import Decision, StepAbandoned
+from megappo.trainer.records import Records
+from megappo.trainer.saver import Saver
+from megappo.trainer.supervised.trainer import SupervisedTrainer
+
+
+def export_folder(config: SupervisedConfig) -> Path:
+    """Where the trained model is written as a Hugging Face folder: `rm_hf` or `sft_hf`."""
+    return Path(config.trainer.run_dir) / f"{config.task}_hf"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedRun:
+    """A built trainer with what surrounds it. Loggers and records are rank 0's alone."""
+
+    config: SupervisedConfig
+    trainer: SupervisedTrainer
+    saver: Saver
+    loggers: Sequence[Logger]
+    records: Records | None
+    total_steps: int
+    changes: Sequence[str]
+    """what differs from the run that wrote the checkpoint resumed from"""
+    stop_requested: Callable[[], str]
+    """Why this rank was asked to stop; empty if it was not."""
+    say: Callable[[str], None]
+    """Puts a line on the user's screen, from rank 0."""
+    restarts: int
+
+    def fit(self, checkpoint: Path | None) -> None:
+        """Trains to the end. Collective over the world.
+
+        Raises:
+            StopRequested: a signal came, or the time is over; the state is saved.
+            GuardStop: a guard ended the run.
+            RanksDifferError: ranks do not hold the same weights; the step is not saved.
+            SaveError: see `Saver`.
+        """
+        try:
+            self._fit(checkpoint)
+        except (GuardStop, RanksDifferError):
+            try:  # of a step when all was well; why the run ends matters more
+                self.saver.finish()
+            except SaveError as error:
+                self.say(f"warning    {error}")
+            raise
+
+    def close(self) -> None:
+        """Ends the loggers; safe after an error."""
+        for logger in self.loggers:
+            logger.close()
+
+    def _fit(self, checkpoint: Path | None) -> None:
+        trainer, settings = self.trainer, self.config.trainer
+        if checkpoint is not None:
+            self._resume(checkpoint)
+        elif settings.val_before_train:
+            self._log(0, trainer.validate())
+        while trainer.step_number < self.total_steps:
+            metrics = self._step()
+            step = trainer.step_number
+            is_last = step == self.total_steps
+            why = self._stop_agreed()
+            trainer.on_phase(step, "save")
+            if is_last or why:
+                self.saver.save_now(step, val_score=_val_score(metrics))
+            else:
+                self.saver.after_step(step, val_score=_val_score(metrics))
+            if why and not is_last:
+                raise StopRequested(f"stopped by {why} after step {step}; state saved")
+        if self.config.checkpoint.export_hf:
+            self._export()
+        trainer.on_phase(trainer.step_number, "done")
+
+    def _step(self) -> Mapping[str, float]:
+        """One step and the validation that is due after it, logged. Collective over the world."""
+        trainer = self.trainer
+        try:
+            metrics = dict(trainer.step())
+        except StepAbandoned as abandoned:
+            self._stop(abandoned.decision)
+        step, every = trainer.step_number, self.config.trainer.test_freq
+        if every and (step % every == 0 or step == self.total_steps):
+            metrics |= trainer.validate()
+        metrics["guard/actions"] = float(trainer.guard.num_actions)
+        problem = self._compare_ranks(step, metrics)
+        self._log(step, metrics)
+        if problem is not None:
+            self._event("ranks_differ", step, text=str(problem))
+            raise problem
+        for decision in trainer.guard.after_step(step, metrics):
+            self._answer(decision)
+        return metrics
+
+    def _answer(self, decision: Decision) -> None:
+        """Says what a rule found and did, and counts it.
+
+        Raises:
+            GuardStop: it wants to stop, or actions are used up; the state is saved.
+        """
+        guard = self.trainer.guard
+        text = "; ".join(filter(None, (f"{decision.action}: {decision.reason}", decision.detail)))
+        if decision.action != "warn":
+            if decision.action == "save_and_stop" or (
+                guard.num_actions >= guard.settings.max_actions
+            ):
+                self._stop(decision)
+            guard.num_actions += 1
+        self._announce("guard", decision.step, text)
+
+    def _stop(self, decision: Decision) -> NoReturn:
+        step = self.trainer.step_number
+        saved = "nothing to save before the first step"
+        if step:
+            try:
+                self.saver.save_now(step)
+                saved = "state saved"
+            except SaveError as error:  # on all ranks; the reason to stop must not be lost
+                saved = f"state not saved: {error}"
+        text = f"{decision.reason}; stopped after step {step}, {saved}"
+        self._announce("guard", decision.step, text)
+        raise GuardStop(f"step {decision.step}: {text}")
+
+    def _stop_agreed(self) -> str:
+        """Why the run is to stop, if any rank was asked to. Collective over the world."""
+        context, mine = self.trainer.context, self.stop_requested()
+        if not any_rank(bool(mine), context):
+            return ""
+        reasons: list[str] = all_gather_objects(mine, context.world_group)
+        return next(filter(None, reasons))
+
+    def _compare_ranks(self, step: int, metrics: dict[str, float]) -> RanksDifferError | None:
+        """Looks, where due, whether ranks hold the same weights. Collective over the world."""
+        every = self.config.guard.check_ranks_every
+        if self.config.parallel.fsdp or not every or step % every:
+            return None
+        start = time.perf_counter()
+        model = self.trainer.learner.trainable
+        try:
+            compared = compare_ranks(model.name, model.chunks, self.trainer.context)
+        except RanksDifferError as error:
+            return error
+        metrics["training/compared_tensors"] = float(compared)
+        metrics["timing_s/compare_ranks"] = time.perf_counter() - start
+        return None
+
+    def _resume(self, checkpoint: Path) -> None:
+        trainer = self.trainer
+        trainer.on_phase(trainer.step_number, "resume")
+        state = self.saver.store.load(checkpoint, self.saver.models, seed=self.config.trainer.seed)
+        trainer.sampler.load_state_dict(state["sampler"])
+        trainer.guard.load_state_dict(state["guard"])
+        trainer.step_number = self.saver.saved_step = int(state["step"])
+        self._event(
+            "resumed",
+            trainer.step_number,
+            path=str(checkpoint),
+            changes=list(self.changes),
+            restarts=self.restarts,
+        )
+
+    def _export(self) -> None:
+        trainer = self.trainer
+        trainer.on_phase(trainer.step_number, "export")
+        learner, context = trainer.learner, trainer.context
+        out = export_folder(self.config)
+        new = out.with_name(f"{out.name}.new")
+        with all_ranks_or_none(context, "clearing an old export"):
+            if context.is_main and new.exists():
+                shutil.rmtree(new)
+        save_hf(
+            learner.trainable.chunks,
+            learner.network.spec,
+            self.config.model.path,
+            new,
+            head=learner.objective.head,
+        )
+        with all_ranks_or_none(context, "exporting the model"):
+            if context.is_main:
+                if out.exists():
+                    shutil.rmtree(out)
+                new.rename(out)
+        self._event("exported", trainer.step_number, path=str(out))
+
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        metrics = {**metrics, **self.saver.take_metrics()}
+        for logger in self.loggers:
+            logger.log(step, metrics)
+
+    def _announce(self, kind: str, step: int, text: str) -> None:
+        self.say(f"{kind:<10} step {step}: {text}")
+        self._event(kind, step, text=text)
+        for logger in self.loggers:
+            logger.note(step, f"{kind}: {text}")
+
+    def _event(self, kind: str, step: int, **details: Any) -> None:
+        if self.records is not None:
+            self.records.event(kind, step, **details)
+
+
+def checkpoint_state(
+    config: SupervisedConfig,
+    trainer: SupervisedTrainer,
+    train_files: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """The small state of a checkpoint, equal on all ranks, as JSON values."""
+    return {
+        "sampler": trainer.sampler.state_dict(),
+        "guard": trainer.guard.state_dict(),
+        "config": flatten(config),
+        "train_files": list(train_files),
+        "models": {config.task: model_identity(trainer.learner.network.spec)},
+    }
+
+
+def _val_score(metrics: Mapping[str, float]) -> float | None:
+    """What `checkpoint.keep_best` keeps the highest of: accuracy, or without one -loss."""
+    if "val/loss" not in metrics:
+        return None
+    return metrics.get("val/accuracy", -metrics["val/loss"])

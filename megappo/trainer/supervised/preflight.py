@@ -1,0 +1,246 @@
+"""What can be wrong with a run on given answers and be seen without a device or a model.
+
+Rows are not looked at here, but for their columns: that takes a while, and the ranks of a run share
+it (`scan_rows`). `megappo check` looks at all of them by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megappo.checkpoint import layout
+from megappo.checkpoint.compare import (
+    LAYOUT_FIELDS,
+    check_config,
+    check_data,
+    check_format,
+    check_layout,
+    check_models,
+    check_task,
+    config_changes,
+    flatten,
+    layout_changes,
+    model_identity,
+)
+from megappo.config import ConfigError, SupervisedConfig
+from megappo.config.supervised_checks import SupervisedPlan, plan_supervised
+from megappo.data.examples import Columns, ExampleDataset, Scan
+from megappo.data.identity import file_identities
+from megappo.data.sampler import PromptSampler
+from megappo.errors import DataError, SharedDataError
+from megappo.models.packing import Alignment, token_multiple
+from megappo.models.spec import ModelSpec, load_spec
+from megappo.models.weights import check_weights
+from megappo.roles.objectives import AnswerLikelihood, Objective, PairPreference
+from megappo.trainer.micro_batches import token_budget
+from megappo.trainer.model_checks import check_split
+from megappo.trainer.preflight import check_run_dir
+from megappo.trainer.row_checks import load_tokenizer
+
+Gather = Callable[[Scan], list[Scan]]
+"""This rank's scan -> those of all ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedPreflight:
+    """What the checks found out, for the build that follows."""
+
+    plan: SupervisedPlan
+    spec: ModelSpec
+    objective: Objective
+    train_set: ExampleDataset
+    val_set: ExampleDataset | None
+    checkpoint: Path | None
+    state: Mapping[str, Any] | None
+    """the checkpoint's"""
+    changes: tuple[str, ...]
+    """what is other than when the checkpoint was written, layout first"""
+    train_files: tuple[Mapping[str, Any], ...]
+
+    @property
+    def resumed_step(self) -> int:
+        """Finished steps of the checkpoint that the run goes on from; 0 for a new run."""
+        return 0 if self.state is None else int(self.state["step"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """What follows from the rows that can be used."""
+
+    sampler: PromptSampler
+    total_steps: int
+
+
+def make_objective(config: SupervisedConfig) -> Objective:
+    """What `task` names."""
+    if config.task == "rm":
+        return PairPreference(center_coef=config.training.center_coef)
+    return AnswerLikelihood()
+
+
+def supervised_preflight(config: SupervisedConfig, world_size: int) -> SupervisedPreflight:
+    """Checks batch arithmetic, model folder, data files and the run's folder.
+
+    Raises:
+        UserError: the first thing that is wrong, with numbers and remedy.
+    """
+    plan, problems = plan_supervised(config, world_size)
+    if plan is None:
+        raise ConfigError("\n".join(problems))
+    objective = make_objective(config)
+    _check_budget(config, objective.answers)
+    spec = _check_model(config, objective)
+    tokenizer = load_tokenizer(config.model)
+    train_files = tuple(_identities(config))
+    checkpoint = check_run_dir(config.trainer.run_dir, resume=config.checkpoint.resume)
+    state = None if checkpoint is None else layout.read_state(checkpoint)
+    changes: tuple[str, ...] = ()
+    if checkpoint is not None and state is not None:
+        changes = _check_state(config, state, checkpoint, plan, spec)
+        check_data(state, train_files, checkpoint)
+    return SupervisedPreflight(
+        plan=plan,
+        spec=spec,
+        objective=objective,
+        train_set=_dataset(config, tokenizer, "train"),
+        val_set=_dataset(config, tokenizer, "val") if config.data.val_files else None,
+        checkpoint=checkpoint,
+        state=state,
+        changes=changes,
+        train_files=train_files,
+    )
+
+
+def scan_rows(
+    config: SupervisedConfig,
+    found: SupervisedPreflight,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    gather: Gather = lambda scan: [scan],
+) -> Course:
+    """Looks at every row, and at the data position of the checkpoint. Collective over `gather`'s.
+
+    Args:
+        config: of the run.
+        found: of `supervised_preflight`.
+        rank: this one looks at each `world_size`-th row group from here on.
+        world_size: ranks that look.
+        gather: exchanges what they find.
+
+    Raises:
+        SharedDataError: a row cannot be used, or too few are left.
+        CheckpointError: the checkpoint's rows are others.
+    """
+    try:
+        for rows in (found.train_set, found.val_set):
+            if rows is not None:
+                rows.use(gather(rows.scan(rank=rank, world_size=world_size)))
+        left_out = found.train_set.found
+        sampler = PromptSampler(
+            len(found.train_set),
+            batch_size=config.data.train_batch_size,
+            seed=config.trainer.seed,
+            shuffle=config.data.shuffle,
+            num_dropped=left_out.num_too_long + left_out.num_equal,
+        )
+    except DataError as error:
+        raise SharedDataError(str(error)) from error
+    if found.state is not None:
+        sampler.load_state_dict(found.state["sampler"])
+    trainer = config.trainer
+    total = trainer.total_steps or trainer.total_epochs * sampler.batches_per_epoch
+    return Course(sampler=sampler, total_steps=total)
+
+
+def _identities(config: SupervisedConfig) -> list[dict[str, Any]]:
+    missing = [path for path in config.data.train_files if not Path(path).is_file()]
+    if missing:
+        raise DataError(f"train file {missing[0]} does not exist; check data.train_files")
+    return file_identities(config.data.train_files)
+
+
+def _check_model(config: SupervisedConfig, objective: Objective) -> ModelSpec:
+    path, degrees = config.model.path, config.parallel
+    spec = load_spec(path, trust_remote_code=config.model.trust_remote_code)
+    check_split(degrees, "model", path, spec, pipeline_layers=degrees.pipeline_layers)
+    check_weights(path, spec, head=objective.head)
+    if (degrees.ep > 1 or degrees.etp > 1) and not spec.num_experts:
+        raise ConfigError(
+            f"parallel.ep is {degrees.ep} and parallel.etp {degrees.etp}: the model has no experts "
+            "to spread; set them to 1 and 0"
+        )
+    if config.data.max_length > spec.max_positions:
+        raise ConfigError(
+            f"data.max_length is {config.data.max_length}: the model has {spec.max_positions} "
+            "positions; lower it"
+        )
+    return spec
+
+
+def _check_budget(config: SupervisedConfig, answers: int) -> None:
+    """With its padding the longest row must fit into a forward pass."""
+    degrees, training = config.parallel, config.training
+    if not training.use_dynamic_bsz:
+        return
+    alignment = Alignment(
+        multiple_of=token_multiple(
+            tp=degrees.tp,
+            sequence_parallel=degrees.sequence_parallel,
+            fp8_recipe=config.model.fp8_recipe if config.model.fp8 != "none" else None,
+        ),
+        cp=degrees.cp,
+    )
+    longest = answers * alignment.padded(config.data.max_length)
+    budget = token_budget(training, alignment)
+    if longest > budget:
+        raise ConfigError(
+            f"training.max_token_len_per_gpu is {training.max_token_len_per_gpu}: rows are padded "
+            f"to multiples of {alignment.row_multiple} in this layout, which leaves {budget} "
+            f"positions over CP {degrees.cp} for {answers} x data.max_length, {longest}; raise it "
+            f"by {alignment.row_multiple}"
+        )
+
+
+def _dataset(config: SupervisedConfig, tokenizer: Any, name: str) -> ExampleDataset:
+    data = config.data
+    is_pairs = config.task == "rm"
+    return ExampleDataset(
+        data.train_files if name == "train" else data.val_files,
+        tokenizer,
+        columns=Columns(
+            prompt=data.prompt_key,
+            answers=(data.chosen_key, data.rejected_key) if is_pairs else (data.chosen_key,),
+            margin=data.margin_key,
+        ),
+        max_length=data.max_length,
+        too_long=data.too_long,
+        name=name,
+    )
+
+
+def _check_state(
+    config: SupervisedConfig,
+    state: Mapping[str, Any],
+    checkpoint: Path,
+    plan: SupervisedPlan,
+    spec: ModelSpec,
+) -> tuple[str, ...]:
+    """What the run would go on with otherwise, after refusing what it cannot.
+
+    Raises:
+        CheckpointError: with the difference.
+    """
+    check_task(state, config.task, checkpoint)
+    degrees = {name: getattr(plan, name) for name in LAYOUT_FIELDS}
+    check_layout(state, degrees, checkpoint)
+    check_format(state, checkpoint, fsdp=config.parallel.fsdp)
+    check_models(state, {config.task: model_identity(spec)}, checkpoint)
+    now = flatten(config)
+    check_config(state, now, checkpoint)
+    moved = ", ".join(layout_changes(state, degrees))
+    text = f"{moved}; random streams start anew from trainer.seed and the step"
+    return (*([text] if moved else []), *config_changes(state, now))
