@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         from megappo.trainer.supervised.check import check_supervised_run
 
         supervised = load_any(args.config, args.overrides)
-        check_supervised_run(supervised, args.world_size)
+        check_supervised_run(supervised, args.world_size, read_weights=not args.no_weights)
         sys.stdout.write(f"ok         {args.config}\n")
         return EXIT_DONE
     config, mistakes = read(args.config, args.overrides)

@@ -10,12 +10,15 @@ from megappo.config.checks import check_cpu_features
 from megappo.trainer.supervised.preflight import scan_rows, supervised_preflight
 
 
-def check_supervised_run(config: Config | SupervisedConfig, world_size: int | None) -> None:
+def check_supervised_run(
+    config: Config | SupervisedConfig, world_size: int | None, *, read_weights: bool
+) -> None:
     """Prints what is right with it, after a look at every row.
 
     Args:
         config: with another task than `ppo`.
         world_size: ranks; None for as few as the layout allows.
+        read_weights: see `supervised_preflight`.
 
     Raises:
         UserError: the first thing that is wrong.
@@ -25,7 +28,8 @@ def check_supervised_run(config: Config | SupervisedConfig, world_size: int | No
         raise ConfigError("\n".join(problems))
     layout = config.parallel
     fewest = math.lcm(layout.tp * layout.cp, layout.expert_tp * layout.ep) * layout.pp
-    found = supervised_preflight(config, fewest if world_size is None else world_size)
+    ranks = fewest if world_size is None else world_size
+    found = supervised_preflight(config, ranks, read_weights=read_weights)
     course = scan_rows(config, found)
     for line in found.plan.lines():
         sys.stdout.write(line + "\n")

@@ -81,8 +81,16 @@ def make_objective(config: SupervisedConfig) -> Objective:
     return AnswerLikelihood()
 
 
-def supervised_preflight(config: SupervisedConfig, world_size: int) -> SupervisedPreflight:
+def supervised_preflight(
+    config: SupervisedConfig, world_size: int, *, read_weights: bool = True
+) -> SupervisedPreflight:
     """Checks batch arithmetic, model folder, data files and the run's folder.
+
+    Args:
+        config: of the run.
+        world_size: ranks.
+        read_weights: compare names and shapes of the weights with config.json; without, the folder
+            need not have any.
 
     Raises:
         UserError: the first thing that is wrong, with numbers and remedy.
@@ -92,7 +100,7 @@ def supervised_preflight(config: SupervisedConfig, world_size: int) -> Supervise
         raise ConfigError("\n".join(problems))
     objective = make_objective(config)
     _check_budget(config, objective.answers)
-    spec = _check_model(config, objective)
+    spec = _check_model(config, objective, read_weights=read_weights)
     tokenizer = load_tokenizer(config.model)
     train_files = tuple(_identities(config))
     checkpoint = check_run_dir(config.trainer.run_dir, resume=config.checkpoint.resume)
@@ -163,11 +171,15 @@ def _identities(config: SupervisedConfig) -> list[dict[str, Any]]:
     return file_identities(config.data.train_files)
 
 
-def _check_model(config: SupervisedConfig, objective: Objective) -> ModelSpec:
+def _check_model(
+    config: SupervisedConfig, objective: Objective, *, read_weights: bool
+) -> ModelSpec:
     path, degrees = config.model.path, config.parallel
-    spec = load_spec(path, trust_remote_code=config.model.trust_remote_code)
+    trust = config.model.trust_remote_code
+    spec = load_spec(path, trust_remote_code=trust, files=read_weights)
     check_split(degrees, "model", path, spec, pipeline_layers=degrees.pipeline_layers)
-    check_weights(path, spec, head=objective.head)
+    if read_weights:
+        check_weights(path, spec, head=objective.head)
     if (degrees.ep > 1 or degrees.etp > 1) and not spec.num_experts:
         raise ConfigError(
             f"parallel.ep is {degrees.ep} and parallel.etp {degrees.etp}: the model has no experts "
