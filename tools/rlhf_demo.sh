@@ -5,7 +5,7 @@
 #
 # Real files, a 0.7M-parameter model, real Megatron-Core and SGLang. Fails unless the reward model puts over 90% of
 # the validation pairs in the right order and the policy's reward rises. What is there already is kept.
-# RLHF_ROOT: where data, models and runs lie (the repository if not set). docs/rlhf.md has the figures.
+# RLHF_ROOT: where data, models and runs lie (the repository if not set).
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
