@@ -76,7 +76,7 @@ def nan_update(actor: Actor, mini: MiniBatch, *, breaks: bool) -> tuple[dict[str
             made = super()._loss(*args)
             return dataclasses.replace(made, total=made.total * float("nan")) if breaks else made
 
-    broken = Broken(policy=actor.policy, trainable=actor.trainable, settings=actor.settings)
+    broken = Broken(**{f.name: getattr(actor, f.name) for f in dataclasses.fields(actor) if f.init})
     guard = Guard(settings=GuardSection(), comparable=True)
     updates = Updates(guard=guard, step=5, trainable=actor.trainable)
     tally, before = Tally(), actor.trainable.scheduler.num_steps
