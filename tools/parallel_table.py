@@ -344,7 +344,7 @@ def _update(
     gathers them, as in training.
     """
     from megappo.distributed.metrics import Tally, reduce_tally
-    from megappo.models.weights import export_hf
+    from megappo.models.hf_export import export_hf
 
     losses, norms, saved = [], [], []
     names = (*actor.means, *critic.means)

@@ -232,8 +232,8 @@ def _run(root: Path, case: Case, engine: Any) -> dict[str, Any]:
     """One layout: all pushes and what the engines answered this rank's replica."""
     from megappo.config import load
     from megappo.distributed import parallel
+    from megappo.models.hf_export import export_hf
     from megappo.models.spec import load_spec
-    from megappo.models.weights import export_hf
     from megappo.trainer.build import build_roles
     from megappo.trainer.preflight import model_paths
 

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from megappo.config.lora import LoraSection
 from megappo.errors import ModelError
+from megappo.models.hf_export import find_owners, gather_full, split_full
 from megappo.models.name_map import tensor_map
 from megappo.models.spec import ModelSpec
-from megappo.models.weights import find_owners, gather_full, named_adapters, split_full
+from megappo.models.weights import named_adapters
 
 _WEIGHTS, _SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 

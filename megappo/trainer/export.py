@@ -13,8 +13,8 @@ from pathlib import Path
 from megappo.config import Config
 from megappo.distributed.offload import on_device
 from megappo.distributed.parallel import all_ranks_or_none
+from megappo.models.hf_export import save_hf
 from megappo.models.lora_export import save_peft
-from megappo.models.weights import save_hf
 from megappo.trainer.ppo_trainer import PPOTrainer
 
 _STEP_FILE = "megappo_step.json"

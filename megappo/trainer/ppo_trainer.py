@@ -21,7 +21,7 @@ from megappo.distributed.memory_agreement import MemoryAgreement
 from megappo.distributed.metrics import Tally, reduce_tally
 from megappo.distributed.offload import on_device
 from megappo.distributed.parallel import ParallelContext, sum_over_data
-from megappo.models.weights import export_hf
+from megappo.models.hf_export import export_hf
 from megappo.roles.actor import Actor, Policy
 from megappo.roles.base import Network
 from megappo.roles.critic import Critic, explained_variance, explained_variance_sums

@@ -20,6 +20,7 @@ from megappo.checkpoint.convert.disk_names import Piece, Pieces, find, has_layer
 from megappo.checkpoint.convert.place import Place
 from megappo.checkpoint.convert.raw import BLOCK_BYTES, num_bytes
 from megappo.errors import CheckpointError
+from megappo.models.hf_export import split_full
 from megappo.models.name_map import (
     OUTPUT_LAYER,
     Entry,
@@ -27,7 +28,7 @@ from megappo.models.name_map import (
     tensor_map,
 )
 from megappo.models.spec import ModelSpec
-from megappo.models.weights import listed, split_full
+from megappo.models.weights import listed
 
 _NOT_WEIGHTS = (
     "optimizer.",

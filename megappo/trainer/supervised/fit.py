@@ -19,7 +19,7 @@ from megappo.distributed.parallel import all_gather_objects, all_ranks_or_none, 
 from megappo.distributed.rank_check import compare_ranks
 from megappo.errors import GuardStop, RanksDifferError, SaveError, StopRequested
 from megappo.loggers import Logger
-from megappo.models.weights import save_hf
+from megappo.models.hf_export import save_hf
 from megappo.trainer.guard import Decision, StepAbandoned
 from megappo.trainer.records import Records
 from megappo.trainer.saver import Saver

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from megappo.distributed import parallel
-from megappo.models import build, weights
+from megappo.models import build, hf_export, weights
 from megappo.models.hf_folder import TensorFolder
 from megappo.models.spec import load_spec
 
@@ -64,7 +64,7 @@ def check(folder: Path, checkpoint: Path, arguments: argparse.Namespace) -> None
     load_model(chunks, checkpoint)
     compared = 0
     with TensorFolder(folder) as tensors:
-        for name, tensor in weights.export_hf(chunks, spec):
+        for name, tensor in hf_export.export_hf(chunks, spec):
             assert torch.equal(tensor, tensors.read(name)), (folder.name, name)
             compared += 1
         expected = weights.check_names(tensors, spec, "lm")

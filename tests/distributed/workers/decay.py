@@ -9,8 +9,8 @@ import torch
 
 from megappo.config import load
 from megappo.distributed import parallel
+from megappo.models.hf_export import export_hf
 from megappo.models.spec import load_spec
-from megappo.models.weights import export_hf
 from megappo.trainer.build import build_roles
 from megappo.trainer.preflight import model_paths
 

@@ -22,7 +22,7 @@ from megatron.core import tensor_parallel
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tiny_models import FAR_POSITIONS, far_sequences
 
-from megappo.models import build, moe, packing, weights
+from megappo.models import build, hf_export, moe, packing, weights
 from megappo.models.spec import load_spec
 
 
@@ -61,7 +61,7 @@ def logits(folder: Path) -> dict[str, torch.Tensor]:
 def in_bfloat16(folder: Path) -> dict[str, object]:
     """Biases as they are exported, and the keys under which norms are saved."""
     spec, _, chunk = load(folder, torch.bfloat16)
-    exported = weights.export_hf([chunk], spec, dtype=torch.bfloat16)
+    exported = hf_export.export_hf([chunk], spec, dtype=torch.bfloat16)
     group = ps.get_data_parallel_group(with_context_parallel=True)
     saved = chunk.sharded_state_dict(metadata={"dp_cp_group": group})
     keys = {tensor.key for name, tensor in saved.items() if "norm" in name}

@@ -22,8 +22,8 @@ from megappo.distributed import cpu_backend, fsdp, parallel
 from megappo.distributed.metrics import Tally
 from megappo.distributed.offload import PARTS, OffloadedError
 from megappo.errors import CheckpointError
+from megappo.models.hf_export import export_hf, save_hf
 from megappo.models.spec import load_spec
-from megappo.models.weights import export_hf, save_hf
 from megappo.roles.actor import Actor
 from megappo.roles.critic import Critic
 from megappo.trainer import build

@@ -19,9 +19,10 @@ from megappo.distributed import parallel
 from megappo.distributed.parallel import Degrees, LaunchEnvironment, ParallelContext
 from megappo.errors import UserError
 from megappo.models.build import build_chunk, transformer_config
+from megappo.models.hf_export import export_hf
 from megappo.models.packing import pack, packed_seq_params
 from megappo.models.spec import load_spec
-from megappo.models.weights import export_hf, load_hf_weights
+from megappo.models.weights import load_hf_weights
 from megappo.rollout.engine import GenerationRequest
 from megappo.rollout.megatron_engine import MegatronEngine
 from megappo.rollout.sampling import SamplingSettings

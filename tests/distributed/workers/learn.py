@@ -21,7 +21,7 @@ from megappo.data.examples import as_samples
 from megappo.distributed import parallel
 from megappo.distributed.metrics import Tally, reduce_tally
 from megappo.distributed.parallel import ParallelContext, all_gather_objects
-from megappo.models.weights import export_hf, save_hf
+from megappo.models.hf_export import export_hf, save_hf
 from megappo.roles.reward_model import RewardModel
 from megappo.trainer.build import build_model_scorer
 from megappo.trainer.supervised.build import build_supervised

@@ -15,10 +15,11 @@ from megappo.distributed import parallel
 from megappo.distributed.metrics import Tally
 from megappo.distributed.offload import inner_optimizers, on_device
 from megappo.distributed.rank_check import compare_ranks
+from megappo.models.hf_export import save_hf
 from megappo.models.lora import is_adapter_name
 from megappo.models.lora_export import save_peft
 from megappo.models.spec import load_spec
-from megappo.models.weights import named_weights, save_hf
+from megappo.models.weights import named_weights
 from megappo.trainer.build import build_roles
 from megappo.trainer.preflight import model_paths
 from tests.distributed.launch import free_port

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tiny_models import sequences
 
 from megappo.distributed.vocab_parallel import log_probs_and_entropy
-from megappo.models import build, moe, packing, weights
+from megappo.models import build, hf_export, moe, packing, weights
 from megappo.models.spec import load_spec
 
 LENGTHS = [len(ids) for ids in sequences()]
@@ -113,7 +113,7 @@ def run_model(folder: Path, out: Path, arguments: argparse.Namespace) -> None:
     if dist.get_rank() == 0:
         out.mkdir(parents=True)
     dist.barrier()
-    weights.save_hf([chunk], spec, folder, out / "saved", max_shard_bytes=2**16)
+    hf_export.save_hf([chunk], spec, folder, out / "saved", max_shard_bytes=2**16)
     before = {name: p.detach().clone() for name, p in chunk.named_parameters()}
     results = {
         name: run_pass(chunk, config, spec, it, arguments)
@@ -144,7 +144,7 @@ def run_pass(chunk, config, spec, it: Pass, arguments) -> dict:
             parameter.copy_(parameter.main_grad)
         gradients = {
             name: t.clone()
-            for name, t in weights.export_hf([chunk], spec)
+            for name, t in hf_export.export_hf([chunk], spec)
             if not name.endswith("e_score_correction_bias")
         }
         for parameter, value in zip(chunk.parameters(), weights_before, strict=True):

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tiny_models import sequences
 
 from megappo.distributed.vocab_parallel import log_probs_and_entropy
-from megappo.models import build, packing, weights
+from megappo.models import build, hf_export, packing, weights
 from megappo.models.spec import load_spec
 
 
@@ -92,14 +92,14 @@ def run_model(folder: Path, out: Path, arguments: argparse.Namespace) -> None:
     if dist.get_rank() == 0:
         out.mkdir(parents=True)
     dist.barrier()
-    weights.save_hf(
+    hf_export.save_hf(
         wrapped, spec, folder, out / "saved", head=arguments.head, max_shard_bytes=2**16
     )
     with torch.no_grad():
         for chunk in chunks:
             for parameter in chunk.parameters():
                 parameter.copy_(parameter.main_grad)
-    gradients = {n: t.clone() for n, t in weights.export_hf(chunks, spec, head=arguments.head)}
+    gradients = {n: t.clone() for n, t in hf_export.export_hf(chunks, spec, head=arguments.head)}
     if dist.get_rank() == dist.get_world_size() - 1:
         torch.save({"outputs": outputs, "gradients": gradients, "norm": norm}, out / "result.pt")
     dist.barrier()

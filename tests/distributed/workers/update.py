@@ -18,7 +18,7 @@ from megappo.config import load
 from megappo.data.sampler import rank_share
 from megappo.distributed import parallel
 from megappo.distributed.metrics import Tally, reduce_tally
-from megappo.models.weights import export_hf
+from megappo.models.hf_export import export_hf
 from megappo.ppo.kl import AdaptiveKLController
 from megappo.trainer.build import build_roles, make_corrector
 from megappo.trainer.estimate import Estimator, make_estimator
