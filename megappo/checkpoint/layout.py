@@ -157,6 +157,24 @@ def prune(folder: Path, policy: KeepPolicy) -> None:
     _remove_leftovers(folder)
 
 
+def tidy(folder: Path, policy: KeepPolicy) -> None:
+    """Makes up for what a killed save had still to do; for a start, before anything is saved.
+
+    After the last save of a run nothing else would. A checkpoint that had given its name away gets
+    it back. Where somebody moved `latest` back, newer checkpoints stay until the next save.
+    """
+    for replaced in folder.glob("*.replaced"):
+        final = replaced.with_suffix("")
+        if not final.exists():  # the run ended between two renames
+            replaced.rename(final)
+    found = latest(folder)
+    if found is not None and found.name == step_name(complete_steps(folder)[-1]):
+        _point(folder / LATEST, found.name)  # which may be the one before it, or missing
+        prune(folder, policy)
+    else:
+        _remove_leftovers(folder)
+
+
 def _remove_leftovers(folder: Path) -> None:
     for pattern in ("*.saving", "*.replaced", "*.removed"):
         for leftover in folder.glob(pattern):

@@ -210,15 +210,27 @@ class CheckpointStore:
         barrier(self.context)
         return state
 
+    def tidy(self) -> None:
+        """Clears what killed saves of an earlier start have left; rank 0 alone.
+
+        Not before all ranks have loaded: a folder may get its name back.
+        """
+        assert self._running is None, "the files of a save look like those of one that was killed"
+        if self.context.is_main:
+            self._remove_old(layout.tidy)
+
     def _publish(self, save: _Save, results: list[Any], final: Path) -> None:
         for number, snapshot in enumerate(save.snapshots):
             snapshot.finish([of_rank[number] for of_rank in results])
         layout.write_state(save.temporary, save.state)
         layout.publish(save.temporary, final)
+        self._remove_old(layout.prune)
+
+    def _remove_old(self, remove: Callable[[Path, layout.KeepPolicy], None]) -> None:
         try:
-            layout.prune(self.folder, self.policy)
+            remove(self.folder, self.policy)
         except (OSError, CheckpointError) as error:
-            # The new one counts; what cannot be removed now is tried again after the next.
+            # The newest counts; what cannot be removed now is tried again after the next.
             logger.warning("old checkpoints could not be removed", exc_info=error)
 
     def _on_main(self, work: Callable[[], None], step: int, temporary: Path) -> None:

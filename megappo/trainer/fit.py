@@ -370,7 +370,8 @@ class Run:
         if "guard" in state:  # an earlier version wrote none
             trainer.guard.load_state_dict(state["guard"])
             trainer.adjustments = Adjustments.of(state["guard"]["adjustments"])
-        step = self.saver.saved_step = trainer.step_number
+        step = trainer.step_number
+        self.saver.resumed(step)
         self._event(
             "resumed",
             step,

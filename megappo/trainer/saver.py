@@ -108,6 +108,11 @@ class Saver:
         with self._timed():
             self._poll(wait=True)
 
+    def resumed(self, step: int) -> None:
+        """All ranks have loaded the state of this step, with which the run begins."""
+        self.saved_step = step
+        self.store.tidy()
+
     def rewind(self, step: int) -> None:
         """The run went back to this step: it is saved anew, and so is what comes after it.
 

@@ -48,6 +48,13 @@ def test_a_step_that_is_saved_again_after_a_roll_back_keeps_its_validation_score
         assert rank["policies"]["best_again"] == "step_000002\n"
 
 
+def test_a_resumed_run_clears_what_killed_saves_left(ranks):
+    for rank in ranks[1]:
+        step, names = rank["policies"]["after_resume"]
+        assert step == 3
+        assert names == ["best", "latest", "step_000002", "step_000003", "step_000006"]
+
+
 def test_a_save_that_fails_on_one_rank_is_told_on_all_and_tried_again(ranks):
     for rank in ranks[1]:
         found = rank["full_disk"]

@@ -172,7 +172,8 @@ class SupervisedRun:
         state = self.saver.store.load(checkpoint, self.saver.models, seed=self.config.trainer.seed)
         trainer.sampler.load_state_dict(state["sampler"])
         trainer.guard.load_state_dict(state["guard"])
-        trainer.step_number = self.saver.saved_step = int(state["step"])
+        trainer.step_number = int(state["step"])
+        self.saver.resumed(trainer.step_number)
         self._event(
             "resumed",
             trainer.step_number,

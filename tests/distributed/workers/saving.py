@@ -112,6 +112,12 @@ def policies(scene: Scene) -> dict[str, Any]:
         layout.read_state(folder / f"step_00000{i}")["val_score"] for i in (2, 3)
     ]
     found["best_again"] = (folder / "best").read_text()
+    if scene.context.is_main:  # as a kill in a save and one in a removal would leave it
+        for name in ("step_000007.saving", "step_000001.removed"):
+            (folder / name / "actor").mkdir(parents=True)
+    saver.resumed(3)
+    parallel.barrier(scene.context)
+    found["after_resume"] = (saver.saved_step, sorted(path.name for path in folder.iterdir()))
     scene.take()
     return found
 

@@ -1,7 +1,11 @@
+from pathlib import Path
+
 import pytest
 
 from megappo.checkpoint import layout
 from megappo.errors import CheckpointError
+
+KEEP_BEST = layout.KeepPolicy(newest=1, best=True)
 
 
 def write(folder, step, **state):
@@ -132,3 +136,57 @@ def test_a_kill_while_a_checkpoint_is_replaced_loses_neither(tmp_path):
     write(tmp_path, 20)
     assert layout.latest(tmp_path) == tmp_path / "step_000020"
     assert not (tmp_path / "step_000020.replaced").exists()
+
+
+@pytest.mark.parametrize(("change", "name"), [("replace", "best.tmp"), ("rename", "step_000020")])
+def test_a_start_ends_the_removal_that_a_kill_cut_off(tmp_path, monkeypatch, change, name):
+    """As after the last save of a run, which no other save follows."""
+    for step, score in ((10, 0.25), (20, 0.0), (30, 0.5)):
+        write(tmp_path, step, val_score=score)
+    real = getattr(Path, change)
+
+    def or_killed(path, target):
+        if path.name == name:
+            raise KeyboardInterrupt
+        return real(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, change, or_killed)
+        with pytest.raises(KeyboardInterrupt):
+            layout.prune(tmp_path, KEEP_BEST)
+    assert layout.complete_steps(tmp_path) != [30]
+    layout.tidy(tmp_path, KEEP_BEST)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "latest", "step_000030"]
+    assert (tmp_path / layout.BEST).read_text() == "step_000030\n"
+    assert layout.latest(tmp_path) == tmp_path / "step_000030"
+
+
+def test_a_start_clears_what_killed_saves_left_and_moves_a_pointer_that_was_not_moved(tmp_path):
+    write(tmp_path, 10)
+    (tmp_path / layout.LATEST).rename(tmp_path / "latest.tmp")  # killed between rename and pointer
+    for name in ("step_000020.saving", "step_000005.removed"):
+        (tmp_path / name / "actor").mkdir(parents=True)
+    layout.tidy(tmp_path, KEEP_BEST)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000010"]
+    assert (tmp_path / layout.LATEST).read_text() == "step_000010\n"
+
+
+def test_a_start_gives_a_checkpoint_that_was_being_replaced_its_name_back(tmp_path):
+    write(tmp_path, 10)
+    write(tmp_path, 20, val_score=0.5)
+    (tmp_path / "step_000020").rename(tmp_path / "step_000020.replaced")
+    layout.tidy(tmp_path, KEEP_BEST)
+    assert layout.latest(tmp_path) == tmp_path / "step_000020"
+    assert layout.read_state(tmp_path / "step_000020") == {"step": 20, "val_score": 0.5}
+    assert layout.complete_steps(tmp_path) == [20]
+
+
+def test_a_start_from_an_older_checkpoint_by_hand_removes_no_newer_one(tmp_path):
+    for step in (10, 20, 30):
+        write(tmp_path, step)
+    (tmp_path / layout.LATEST).write_text("step_000010\n")
+    (tmp_path / "step_000040.removed").mkdir()
+    layout.tidy(tmp_path, KEEP_BEST)
+    assert layout.complete_steps(tmp_path) == [10, 20, 30]
+    assert not (tmp_path / "step_000040.removed").exists()
+    assert layout.latest(tmp_path) == tmp_path / "step_000010"
