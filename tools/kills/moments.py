@@ -7,6 +7,7 @@ process that waits for a time slice may be killed a little later than was meant.
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import time
@@ -125,12 +126,13 @@ def _wait_for_event(event: tuple[int, str], run: WatchedRun, *, skip: int, deadl
     folder = layout.folder_of(run.run_dir)
     kind, pattern = event[0], re.compile(event[1])
     is_saving = kind == IN_CREATE
+    goes_first = os.sched_getscheduler(0) & ~os.SCHED_RESET_ON_FORK == os.SCHED_FIFO
     with FolderEvents(folder) as events:
         while time.monotonic() < deadline:
             if not run.runs:
                 return "ended"
-            # A sleeping process wakes too late for what lasts a tenth of a millisecond.
-            spins = not is_saving and any(folder.glob("*.saving"))
+            # A sleeping process wakes too late for what lasts a millisecond, if it has to queue.
+            spins = not is_saving and not goes_first and any(folder.glob("*.saving"))
             if events.wait(kind, pattern, 0.2, spins=spins):
                 if not skip:
                     return ""
