@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megappo.checkpoint.compare import flatten
-from megappo.config import load
+from megappo.config import load_any
 from megappo.distributed.environment import check_slurm_nodes, read_slurm_nodes
 from megappo.distributed.node_facts import NodeFacts, gather_facts, settings_digest
 from megappo.distributed.node_meeting import meet
@@ -170,7 +170,7 @@ def _facts(place: Place, own: str, arguments: Sequence[str]) -> tuple[NodeFacts,
     settings: Mapping[str, object] = {}
     wait_s, problem = _DEFAULT_WAIT_S, ""
     try:
-        config = load(arguments[0], arguments[1:])
+        config = load_any(arguments[0], arguments[1:])
         settings, wait_s = flatten(config), config.trainer.node_wait_s
     except UserError as error:
         problem = str(error)

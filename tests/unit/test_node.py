@@ -106,3 +106,18 @@ def test_torchrun_tells_the_node_and_their_number(monkeypatch):
     monkeypatch.setenv("GROUP_RANK", "2")
     launch = LaunchEnvironment.read()
     assert (launch.num_nodes, launch.node) == (3, 2)
+
+
+@pytest.mark.parametrize("task", ["rm", "sft"])
+def test_a_node_tells_the_config_of_any_task(task, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"task: {task}\nmodel: {{path: m}}\n"
+        "data: {train_files: [a.parquet], val_files: [b.parquet], max_length: 96}\n"
+        "trainer: {node_wait_s: 7}\n"
+    )
+    facts, wait_s = node._facts(node.Place.read(GOOD), "10.0.0.2", [str(path), "trainer.seed=5"])
+    assert facts.problem == ""
+    assert wait_s == 7
+    told = {key: facts.settings[key] for key in ("task", "data.max_length", "trainer.seed")}
+    assert told == {"task": f'"{task}"', "data.max_length": "96", "trainer.seed": "5"}
