@@ -38,7 +38,8 @@ class Engines:
     n = N
     context = SimpleNamespace(reports_samples=True)
 
-    def greedy(self, prompts, *, step):
+    def greedy(self, prompts, *, step, listener=None):
+        assert listener is None
         assert step == 3
         return answers_to([p.row for p in prompts], 4)
 
@@ -49,7 +50,11 @@ class Engines:
 class RowScorer:
     """The score is the row; an error rate shows that it was asked."""
 
-    def score(self, batch, part, tally):
+    def begin(self):
+        return None
+
+    def score(self, batch, part, tally, overlap=None):
+        assert overlap is None
         assert len(part) == len(batch)
         tally.add("reward/error_rate", 1, 1)
         return batch.with_fields(scores=torch.tensor([float(p.row) for p in batch.prompts]))
