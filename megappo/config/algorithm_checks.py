@@ -20,6 +20,12 @@ def check_algorithm(config: Config) -> list[str]:
             "equal scores, as those of a single one always are; set rollout.n to 2 or more, or "
             "algorithm.filter_groups=false"
         )
+    if config.algorithm.filter_groups and config.reward_model.path:
+        problems.append(
+            "algorithm.filter_groups is true: it leaves out prompts whose responses have equal "
+            f"scores, and those of a reward model (reward_model.path {config.reward_model.path!r}) "
+            "never are; set algorithm.filter_groups=false, or leave reward_model.path empty"
+        )
     longest, buffer = config.rollout.max_response_length, config.reward.overlong_buffer
     if buffer > longest:
         problems.append(

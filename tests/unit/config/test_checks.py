@@ -362,6 +362,10 @@ def test_gspo_with_the_clip_and_the_mean_of_ppo_is_warned_of(make):
     [
         (["algorithm.filter_groups=true"], "rollout.n is 1: algorithm.filter_groups leaves out"),
         (
+            ["algorithm.filter_groups=true", "rollout.n=2", "reward_model.path=r"],
+            "equal scores, and those of a reward model (reward_model.path 'r') never are",
+        ),
+        (
             ["rollout.max_response_length=100", "reward.overlong_buffer=120"],
             "reward.overlong_buffer is 120: it lies before rollout.max_response_length (100)",
         ),
