@@ -324,7 +324,9 @@ class CheckpointSection:
     keep: int = opt(2, "newest checkpoints kept", verl="trainer.max_actor_ckpt_to_keep")
     keep_every: int = opt(0, "also those whose step is a multiple of it, for good; 0: none")
     keep_best: bool = opt(
-        False, "also the one of the highest val/score/mean, of those saved after a validation"
+        False,
+        "also the one of the highest val/score/mean, of those saved after a validation; with a "
+        "reward model, of its and the rules' weighted sum",
     )
     export_hf: bool = opt(True, "write the actor as a Hugging Face folder at the end")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megappo.config.reward_model import RewardModelSection
 from megappo.data.prompts import PromptDataset
 from megappo.distributed.metrics import Tally, reduce_tally
 from megappo.distributed.parallel import ParallelContext
@@ -20,6 +21,7 @@ from megappo.trainer.scoring import Overlap, add_parts, check_error_rate, part_m
 from megappo.types import Prompt
 
 ROWS_AT_ONCE = 1024
+_RULE_MEAN = "val/score/mean"
 _FAILURES = ("val/reward_error", "val/reward_timeout_rate")
 
 
@@ -41,7 +43,7 @@ class Evaluator:
         Collective over the world.
         """
         tally = Tally()
-        means = ["val/score/mean", "val/response_length/mean", *_FAILURES]
+        means = [_RULE_MEAN, "val/response_length/mean", *_FAILURES]
         parts = part_metrics(self.scorer.settings, self.sources).values()
         tally.declare(means + [_by_source(s) for s in self.sources])
         tally.declare(f"val/reward/{part}" for part in parts)
@@ -66,7 +68,7 @@ class Evaluator:
         else:
             result, scores = overlap.result()
         for prompt, answer, score in zip(asked, answers, scores, strict=True):
-            tally.add("val/score/mean", score, 1)
+            tally.add(_RULE_MEAN, score, 1)
             tally.add(_by_source(prompt.data_source), score, 1)
             tally.add("val/response_length/mean", len(answer.token_ids), 1)
         for name, count in zip(_FAILURES, (result.errors, result.timeouts), strict=True):
@@ -74,6 +76,19 @@ class Evaluator:
         add_parts(tally, result, "val/reward/")
         if self.model is not None:
             self.model.validate(asked, answers, tally)
+
+
+def val_score(metrics: Mapping[str, float], settings: RewardModelSection) -> float | None:
+    """What `checkpoint.keep_best` keeps the highest of: the mean of the score that is trained on.
+
+    Args:
+        metrics: of a step, with those of its validation if there was one.
+        settings: of the reward model; without a path the rules' score is all there is.
+    """
+    rules = metrics.get(_RULE_MEAN)
+    if rules is None or not settings.path:
+        return rules
+    return settings.weight * metrics[VAL_MEAN] + settings.rule_weight * rules
 
 
 def blocks(num_rows: int, *, rank: int, world_size: int) -> list[range]:

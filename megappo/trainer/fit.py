@@ -21,7 +21,7 @@ from megappo.errors import GuardStop, RanksDifferError, SaveError, StopRequested
 from megappo.loggers import Logger
 from megappo.rollout.recovery import EnginesLost
 from megappo.trainer.adjustments import Adjustments
-from megappo.trainer.evaluate import Evaluator
+from megappo.trainer.evaluate import Evaluator, val_score
 from megappo.trainer.examine import examples
 from megappo.trainer.export import export_actor
 from megappo.trainer.guard import StepAbandoned
@@ -106,7 +106,8 @@ class Run:
             metrics = self._step(responder)
             if metrics is None:
                 continue
-            step, score = trainer.step_number, metrics.get("val/score/mean")
+            step = trainer.step_number
+            score = val_score(metrics, self.config.reward_model)
             self._note_epoch(step)
             responder.keep(step)
             is_last = step == self.total_steps
