@@ -17,7 +17,7 @@ from megappo.config.load import read
 from megappo.distributed.parallel import ParallelContext
 from megappo.errors import GuardStop, StopRequested
 from megappo.loggers import Logger, LoggerSettings
-from megappo.trainer.export import exported_step
+from megappo.trainer.export import export_folder, exported_step
 from megappo.trainer.fit import Run
 from megappo.trainer.log_to import contained_loggers
 from megappo.trainer.ppo_trainer import PPOTrainer
@@ -85,7 +85,8 @@ class Session:
 
     def _is_finished(self, config: Config, found: Preflight) -> bool:
         """Whether an earlier start has done all there is, which is said."""
-        exported = not config.checkpoint.export_hf or exported_step(config) == found.resumed_step
+        last = exported_step(export_folder(config))
+        exported = not config.checkpoint.export_hf or last == found.resumed_step
         if found.resumed_step < found.total_steps or not exported:
             return False
         self._say(

@@ -65,6 +65,7 @@ def test_a_reward_model_run_goes_on_from_a_checkpoint_with_the_same_numbers(root
     for folder in (root / "whole", parts):
         settings = json.loads((folder / "rm_hf" / "config.json").read_text())
         assert settings["architectures"] == ["Qwen2ForSequenceClassification"]
+        assert json.loads((folder / "rm_hf" / "megappo_step.json").read_text()) == {"step": 4}
     weights = [(f / "rm_hf" / "model.safetensors").read_bytes() for f in (root / "whole", parts)]
     assert weights[0] == weights[1]
     again = run(root, "train-sft", f"trainer.run_dir={parts}", *SHORT)

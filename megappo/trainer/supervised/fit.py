@@ -6,7 +6,6 @@ weights and rows, so a run that went wrong is started again from a checkpoint wi
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +14,12 @@ from typing import Any, NoReturn
 
 from megappo.checkpoint.compare import flatten, model_identity
 from megappo.config import SupervisedConfig
-from megappo.distributed.parallel import all_gather_objects, all_ranks_or_none, any_rank
+from megappo.distributed.parallel import all_gather_objects, any_rank
 from megappo.distributed.rank_check import compare_ranks
 from megappo.errors import GuardStop, RanksDifferError, SaveError, StopRequested
 from megappo.loggers import Logger
 from megappo.models.hf_export import save_hf
+from megappo.trainer.export import exported_step, exporting
 from megappo.trainer.guard import Decision, StepAbandoned
 from megappo.trainer.records import Records
 from megappo.trainer.saver import Saver
@@ -29,6 +29,13 @@ from megappo.trainer.supervised.trainer import SupervisedTrainer
 def export_folder(config: SupervisedConfig) -> Path:
     """Where the trained model is written as a Hugging Face folder: `rm_hf` or `sft_hf`."""
     return Path(config.trainer.run_dir) / f"{config.task}_hf"
+
+
+def is_finished(config: SupervisedConfig, *, resumed_step: int, total_steps: int) -> bool:
+    """Whether an earlier start has done all there is, the export of that very step included."""
+    last = exported_step(export_folder(config))
+    exported = not config.checkpoint.export_hf or last == resumed_step
+    return resumed_step >= total_steps and exported
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,22 +194,14 @@ class SupervisedRun:
         trainer.on_phase(trainer.step_number, "export")
         learner, context = trainer.learner, trainer.context
         out = export_folder(self.config)
-        new = out.with_name(f"{out.name}.new")
-        with all_ranks_or_none(context, "clearing an old export"):
-            if context.is_main and new.exists():
-                shutil.rmtree(new)
-        save_hf(
-            learner.trainable.chunks,
-            learner.network.spec,
-            self.config.model.path,
-            new,
-            head=learner.objective.head,
-        )
-        with all_ranks_or_none(context, "exporting the model"):
-            if context.is_main:
-                if out.exists():
-                    shutil.rmtree(out)
-                new.rename(out)
+        with exporting(out, step=trainer.step_number, context=context) as new:
+            save_hf(
+                learner.trainable.chunks,
+                learner.network.spec,
+                self.config.model.path,
+                new,
+                head=learner.objective.head,
+            )
         self._event("exported", trainer.step_number, path=str(out))
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:

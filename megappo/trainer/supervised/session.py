@@ -23,7 +23,7 @@ from megappo.trainer.process import Process
 from megappo.trainer.records import Records
 from megappo.trainer.saver import Saver
 from megappo.trainer.status import Status
-from megappo.trainer.supervised.fit import SupervisedRun, checkpoint_state, export_folder
+from megappo.trainer.supervised.fit import SupervisedRun, checkpoint_state, is_finished
 from megappo.trainer.supervised.preflight import (
     Course,
     SupervisedPreflight,
@@ -91,8 +91,7 @@ class SupervisedSession:
             gather=lambda scan: all_gather_objects(scan, context.world_group),
         )
         self._say_rows(found, course)
-        exported = not config.checkpoint.export_hf or export_folder(config).exists()
-        if found.resumed_step >= course.total_steps and exported:
+        if is_finished(config, resumed_step=found.resumed_step, total_steps=course.total_steps):
             self._say(
                 f"nothing to do: {found.checkpoint} has finished {course.total_steps} steps; raise "
                 f"trainer.{'total_steps' if config.trainer.total_steps else 'total_epochs'} to "
