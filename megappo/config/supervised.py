@@ -112,7 +112,7 @@ class SupervisedTrainerSection:
     val_before_train: bool = opt(True, "validate before the first step")
     save_freq: int = opt(100, "checkpoint every so many steps; 0: only at the end and on a signal")
     distributed_timeout_s: float = opt(1800.0, "a collective that takes longer has failed")
-    node_wait_s: float = opt(600.0, "seconds that nodes wait for one another at the start")
+    node_wait_s: float = opt(60.0, "seconds that nodes wait for one another at the start")
     max_wall_time_s: float = opt(
         0.0, "seconds after the start at which the run saves and exits with 75; 0: no limit"
     )
