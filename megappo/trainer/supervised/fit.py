@@ -104,9 +104,11 @@ class SupervisedRun:
     def _step(self) -> Mapping[str, float]:
         """One step and the validation that is due after it, logged. Collective over the world."""
         trainer = self.trainer
+        sampler = trainer.sampler.state_dict()
         try:
             metrics = dict(trainer.step())
         except StepAbandoned as abandoned:
+            trainer.sampler.load_state_dict(sampler)  # a resumed run draws this step's rows again
             self._stop(abandoned.decision)
         step, every = trainer.step_number, self.config.trainer.test_freq
         if every and (step % every == 0 or step == self.total_steps):

@@ -1,12 +1,19 @@
 """Runs on given answers, as far as no model is needed."""
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megappo.config import SupervisedConfig, load_any
-from megappo.trainer.supervised.fit import export_folder, is_finished
+from megappo.config.guard import GuardRule, GuardSection
+from megappo.data.sampler import PromptSampler
+from megappo.errors import GuardStop
+from megappo.trainer.guard import Guard
+from megappo.trainer.supervised.fit import SupervisedRun, export_folder, is_finished
+from megappo.trainer.supervised.trainer import SupervisedTrainer
 
 
 def make_config(folder: Path, *overrides: str) -> SupervisedConfig:
@@ -38,3 +45,43 @@ def test_a_run_without_an_export_is_finished_by_its_last_step(tmp_path):
     config = make_config(tmp_path, "checkpoint.export_hf=false")
     assert is_finished(config, resumed_step=40, total_steps=40)
     assert not is_finished(config, resumed_step=39, total_steps=40)
+
+
+class WithoutModel(SupervisedTrainer):
+    """Draws rows and asks the guard, as a step does; there is nothing to update."""
+
+    def step(self):
+        self.sampler.next_batch()
+        self.guard.admit(self.step_number + 1, {"rm/grad_norm": math.nan})
+        raise AssertionError("the rule holds")
+
+
+class NotesState:
+    """In place of a saver: what would be in the checkpoint."""
+
+    def __init__(self, trainer: SupervisedTrainer) -> None:
+        self.trainer = trainer
+        self.saved: list[tuple[int, Any]] = []
+
+    def save_now(self, step: int) -> None:
+        self.saved.append((step, self.trainer.sampler.state_dict()))
+
+
+def test_a_step_that_a_guard_gave_up_is_drawn_again_after_a_resume(tmp_path):
+    rule = GuardRule(metrics=["rm/grad_norm"], non_finite=True, action="save_and_stop")
+    sampler = PromptSampler(12, batch_size=4, seed=0, shuffle=True)
+    sampler.next_batch()
+    before = sampler.state_dict()
+    trainer = WithoutModel(
+        context=None, train_set=None, val_set=None, sampler=sampler, learner=None, planner=None,
+        guard=Guard(settings=GuardSection(rules={"nan": rule}), comparable=False), step_number=1,
+    )  # fmt: skip
+    saver = NotesState(trainer)
+    run = SupervisedRun(
+        config=make_config(tmp_path), trainer=trainer, saver=saver, loggers=[], records=None,
+        total_steps=3, changes=(), stop_requested=str, say=lambda text: None, restarts=0,
+    )  # fmt: skip
+    with pytest.raises(GuardStop, match="stopped after step 1, state saved"):
+        run._step()
+    assert saver.saved == [(1, before)]
+    assert before["position"] == 4
