@@ -70,13 +70,9 @@ def load_any(path: str | Path, overrides: Sequence[str] = ()) -> Config | Superv
     Raises:
         ConfigError: unreadable file, unknown task or key, wrong type, or a broken rule.
     """
-    if task_of(path, overrides) == "ppo":
-        return load(path, overrides)
-    config, found = _read(SupervisedConfig, path, overrides)
-    found.add(*check_supervised(config))
+    config, found = read_any(path, overrides)
     if found.problems:
         raise ConfigError("\n".join(found.problems))
-    assert isinstance(config, SupervisedConfig)
     return config
 
 
@@ -93,6 +89,21 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, Findi
         raise ConfigError(f"task is {task!r}: this reads configs of PPO; use megappo train-{task}")
     config, found = _read(Config, path, overrides)
     found.add(*check_sections(config))
+    return config, found
+
+
+def read_any(
+    path: str | Path, overrides: Sequence[str] = ()
+) -> tuple[Config | SupervisedConfig, Findings]:
+    """As `read` for any task.
+
+    Raises:
+        ConfigError: the file cannot be read, or the task is unknown.
+    """
+    if task_of(path, overrides) == "ppo":
+        return read(path, overrides)
+    config, found = _read(SupervisedConfig, path, overrides)
+    found.add(*check_supervised(config))
     return config, found
 
 

@@ -118,7 +118,7 @@ class ExampleDataset:
         """
         self.name = name
         self._end = _end_token(tokenizer)
-        self._files = _open(files, columns, name)
+        self._files = open_files(files, columns, name)
         self._groups = list(row_groups(self._files))
         self._starts = [group.first_row for group in self._groups]
         self._tokenizer = tokenizer
@@ -143,6 +143,11 @@ class ExampleDataset:
         """What `use` was given."""
         assert self._usable is not None, "the rows must be scanned first"
         return self._usable
+
+    @property
+    def is_scanned(self) -> bool:
+        """Whether `use` was called."""
+        return self._usable is not None
 
     @property
     def in_words(self) -> str:
@@ -337,7 +342,17 @@ def _end_token(tokenizer: Any) -> int:
     return int(tokenizer.eos_token_id)
 
 
-def _open(files: Sequence[str | Path], columns: Columns, name: str) -> list[File]:
+def open_files(files: Sequence[str | Path], columns: Columns, name: str) -> list[File]:
+    """The files with their footers, numbered on. No row is read, and no tokenizer needed.
+
+    Args:
+        files: Parquet files, in order.
+        columns: that all must have.
+        name: "train" or "val", for messages.
+
+    Raises:
+        DataError: a file is missing, not Parquet, without rows or a column.
+    """
     opened: list[File] = []
     first_row = 0
     for path in map(Path, files):

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 from megappo.errors import EXIT_DONE, UserError
 
 if TYPE_CHECKING:
-    from megappo.config import Config
+    from megappo.config import Config, SupervisedConfig
     from megappo.config.findings import Findings
+    from megappo.config.layout import ParallelSection
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,21 +60,38 @@ def run(args: argparse.Namespace) -> int:
         return EXIT_DONE
     if args.config is None:
         raise UserError("megappo check needs CONFIG.yaml, or --explain KEY")
+    from megappo.config import SupervisedConfig
+    from megappo.config.load import read_any
+
+    config, mistakes = read_any(args.config, args.overrides)
+    weights = "; weights were not looked at" if args.no_weights else ""
+    if isinstance(config, SupervisedConfig):
+        _check_supervised(args, config, mistakes)
+    else:
+        _check_ppo(args, config, mistakes)
+    sys.stdout.write(f"ok         {args.config}{weights}\n")
+    return EXIT_DONE
+
+
+def _check_supervised(
+    args: argparse.Namespace, config: SupervisedConfig, mistakes: Findings
+) -> None:
+    from megappo.config.checks import check_cpu_features
+    from megappo.trainer.supervised.check import check_supervised_run
+
+    if config.device == "cpu":
+        mistakes.add(*check_cpu_features(config.model, config.parallel))
+    world_size, _ = _ranks(args, config.parallel, 1, mistakes)
+    check_supervised_run(config, world_size, mistakes, read_weights=not args.no_weights)
+
+
+def _check_ppo(args: argparse.Namespace, config: Config, mistakes: Findings) -> None:
     from megappo.config.checks import check_device_features
-    from megappo.config.load import load_any, read, task_of
     from megappo.trainer.preflight import preflight
 
-    if task_of(args.config, args.overrides) != "ppo":
-        from megappo.trainer.supervised.check import check_supervised_run
-
-        supervised = load_any(args.config, args.overrides)
-        check_supervised_run(supervised, args.world_size, read_weights=not args.no_weights)
-        sys.stdout.write(f"ok         {args.config}\n")
-        return EXIT_DONE
-    config, mistakes = read(args.config, args.overrides)
     if config.device != "auto":
         mistakes.add(*check_device_features(config, config.device, here=False))
-    world_size, local_world_size = _ranks(args, config, mistakes)
+    world_size, local_world_size = _ranks(args, config.parallel, config.rollout.tp, mistakes)
     found = preflight(
         config,
         world_size,
@@ -87,23 +105,20 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(f"changed    {change} (since {found.checkpoint})\n")
     for warning in found.warnings:
         sys.stdout.write(f"warning    {warning}\n")
-    weights = "; weights were not looked at" if args.no_weights else ""
-    sys.stdout.write(
-        f"data       {len(found.train_set)} train rows, {found.total_steps} steps\n"
-        f"ok         {args.config}{weights}\n"
-    )
-    return EXIT_DONE
+    sys.stdout.write(f"data       {len(found.train_set)} train rows, {found.total_steps} steps\n")
 
 
-def _ranks(args: argparse.Namespace, config: Config, found: Findings) -> tuple[int, int]:
+def _ranks(
+    args: argparse.Namespace, layout: ParallelSection, engine_ranks: int, found: Findings
+) -> tuple[int, int]:
     """Ranks in all and on each node."""
-    layout, nodes = config.parallel, args.nodes
+    nodes = args.nodes
     if nodes < 1:
         raise UserError(f"--nodes is {nodes}: there is at least one")
     world_size = args.world_size
     if world_size is None:
         dense, experts = layout.tp * layout.cp, layout.expert_tp * layout.ep
-        least = math.lcm(math.lcm(dense, experts) * layout.pp, config.rollout.tp)
+        least = math.lcm(math.lcm(dense, experts) * layout.pp, engine_ranks)
         world_size = math.lcm(least, nodes)
     if world_size % nodes:
         found.add(

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import math
 import sys
 
-from megappo.config import Config, ConfigError, SupervisedConfig
-from megappo.config.checks import check_cpu_features
+from megappo.config import SupervisedConfig
+from megappo.config.findings import Findings
 from megappo.trainer.supervised.preflight import scan_rows, supervised_preflight
 
 
 def check_supervised_run(
-    config: Config | SupervisedConfig, world_size: int | None, *, read_weights: bool
+    config: SupervisedConfig, world_size: int, mistakes: Findings, *, read_weights: bool
 ) -> None:
     """Prints what is right with it, after a look at every row.
 
     Args:
-        config: with another task than `ppo`.
-        world_size: ranks; None for as few as the layout allows.
+        config: of the run.
+        world_size: ranks.
+        mistakes: that are known already.
         read_weights: see `supervised_preflight`.
 
     Raises:
-        UserError: the first thing that is wrong.
+        UserError: everything that is wrong.
     """
-    assert isinstance(config, SupervisedConfig)
-    if config.device == "cpu" and (problems := check_cpu_features(config.model, config.parallel)):
-        raise ConfigError("\n".join(problems))
-    layout = config.parallel
-    fewest = math.lcm(layout.tp * layout.cp, layout.expert_tp * layout.ep) * layout.pp
-    ranks = fewest if world_size is None else world_size
-    found = supervised_preflight(config, ranks, read_weights=read_weights)
+    found = supervised_preflight(
+        config, world_size, read_weights=read_weights, read_all_rows=True, found=mistakes
+    )
     course = scan_rows(config, found)
     for line in found.plan.lines():
         sys.stdout.write(line + "\n")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,20 @@ from megappo.checkpoint.compare import (
     model_identity,
 )
 from megappo.config import ConfigError, SupervisedConfig
+from megappo.config.findings import Findings
 from megappo.config.supervised_checks import SupervisedPlan, plan_supervised
-from megappo.data.examples import Columns, ExampleDataset, Scan
+from megappo.data.examples import Columns, ExampleDataset, Scan, open_files
 from megappo.data.identity import file_identities
 from megappo.data.sampler import PromptSampler
 from megappo.errors import DataError, SharedDataError
 from megappo.models.packing import Alignment, token_multiple
-from megappo.models.spec import ModelSpec, load_spec
+from megappo.models.spec import (
+    ModelSpec,
+    check_tokenizer_files,
+    check_weight_files,
+    has_tokenizer,
+    load_spec,
+)
 from megappo.models.weights import check_weights
 from megappo.roles.objectives import AnswerLikelihood, Objective, PairPreference
 from megappo.trainer.micro_batches import token_budget
@@ -82,7 +90,12 @@ def make_objective(config: SupervisedConfig) -> Objective:
 
 
 def supervised_preflight(
-    config: SupervisedConfig, world_size: int, *, read_weights: bool = True
+    config: SupervisedConfig,
+    world_size: int,
+    *,
+    read_weights: bool = True,
+    read_all_rows: bool = False,
+    found: Findings | None = None,
 ) -> SupervisedPreflight:
     """Checks batch arithmetic, model folder, data files and the run's folder.
 
@@ -91,30 +104,40 @@ def supervised_preflight(
         world_size: ranks.
         read_weights: compare names and shapes of the weights with config.json; without, the folder
             need not have any.
+        read_all_rows: look at every row now; else `scan_rows` does.
+        found: mistakes that are known already, of `config.load.read_any`.
 
     Raises:
-        UserError: the first thing that is wrong, with numbers and remedy.
+        UserError: everything that is wrong, each with numbers and remedy.
     """
+    found = found or Findings()
     plan, problems = plan_supervised(config, world_size)
-    if plan is None:
-        raise ConfigError("\n".join(problems))
+    found.add(*problems)
     objective = make_objective(config)
-    _check_budget(config, objective.answers)
-    spec = _check_model(config, objective, read_weights=read_weights)
-    tokenizer = load_tokenizer(config.model)
-    train_files = tuple(_identities(config))
-    checkpoint = check_run_dir(config.trainer.run_dir, resume=config.checkpoint.resume)
+    found.attempt(partial(_check_budget, config, objective.answers))
+    spec = _check_model(config, objective, found, read_weights=read_weights)
+    sets = _check_files(config, found, read_all_rows=read_all_rows)
+    checkpoint = found.attempt(
+        partial(check_run_dir, config.trainer.run_dir, resume=config.checkpoint.resume),
+        needs=("trainer.run_dir",),
+    )
+    found.raise_any()
+    assert plan is not None
+    assert spec is not None
+    train_files = tuple(file_identities(config.data.train_files))
     state = None if checkpoint is None else layout.read_state(checkpoint)
     changes: tuple[str, ...] = ()
     if checkpoint is not None and state is not None:
-        changes = _check_state(config, state, checkpoint, plan, spec)
-        check_data(state, train_files, checkpoint)
+        check = partial(_check_state, config, state, checkpoint, plan, spec)
+        changes = found.attempt(check) or ()
+        found.attempt(partial(check_data, state, train_files, checkpoint))
+        found.raise_any()
     return SupervisedPreflight(
         plan=plan,
         spec=spec,
         objective=objective,
-        train_set=_dataset(config, tokenizer, "train"),
-        val_set=_dataset(config, tokenizer, "val") if config.data.val_files else None,
+        train_set=sets["train"],
+        val_set=sets.get("val"),
         checkpoint=checkpoint,
         state=state,
         changes=changes,
@@ -145,7 +168,7 @@ def scan_rows(
     """
     try:
         for rows in (found.train_set, found.val_set):
-            if rows is not None:
+            if rows is not None and not rows.is_scanned:
                 rows.use(gather(rows.scan(rank=rank, world_size=world_size)))
         left_out = found.train_set.found
         sampler = PromptSampler(
@@ -164,37 +187,73 @@ def scan_rows(
     return Course(sampler=sampler, total_steps=total)
 
 
-def _identities(config: SupervisedConfig) -> list[dict[str, Any]]:
-    missing = [path for path in config.data.train_files if not Path(path).is_file()]
-    if missing:
-        raise DataError(f"train file {missing[0]} does not exist; check data.train_files")
-    return file_identities(config.data.train_files)
+def _check_files(
+    config: SupervisedConfig, found: Findings, *, read_all_rows: bool
+) -> dict[str, ExampleDataset]:
+    """Train and validation rows, as far as nothing is wrong with them or the tokenizer."""
+    data, tokenizer = config.data, None
+    if has_tokenizer(config.model.path):
+        tokenizer = found.attempt(partial(load_tokenizer, config.model))
+    names = ("data.prompt_key", "data.chosen_key", "data.rejected_key", "data.margin_key")
+    sets = {}
+    for name, files in (("train", data.train_files), ("val", data.val_files)):
+        if not files:  # refused by the config's own rules where they are needed
+            continue
+        if tokenizer is None:
+            found.attempt(partial(open_files, files, _columns(config), name), needs=names)
+            continue
+        rows = found.attempt(partial(_dataset, config, tokenizer, name), needs=names)
+        if rows is None:
+            continue
+        sets[name] = rows
+        if read_all_rows:
+            found.attempt(partial(_scan, rows), needs=("data.max_length", "data.too_long"))
+    return sets
+
+
+def _scan(rows: ExampleDataset) -> None:
+    rows.use([rows.scan(rank=0, world_size=1)])
 
 
 def _check_model(
-    config: SupervisedConfig, objective: Objective, *, read_weights: bool
-) -> ModelSpec:
+    config: SupervisedConfig, objective: Objective, found: Findings, *, read_weights: bool
+) -> ModelSpec | None:
+    """The architecture, if config.json can be read."""
     path, degrees = config.model.path, config.parallel
+    if not path or "model.path" in found.stand_ins:  # said by the config's own rules
+        return None
     trust = config.model.trust_remote_code
-    spec = load_spec(path, trust_remote_code=trust, files=read_weights)
-    check_split(degrees, "model", path, spec, pipeline_layers=degrees.pipeline_layers)
+    spec = found.attempt(partial(load_spec, path, trust_remote_code=trust, files=False))
+    if spec is None:
+        return None
+    layers = degrees.pipeline_layers
+    found.attempt(partial(check_split, degrees, "model", path, spec, pipeline_layers=layers))
+    found.attempt(partial(check_tokenizer_files, Path(path)))
     if read_weights:
-        check_weights(path, spec, head=objective.head)
+        found.attempt(partial(_check_weights, Path(path), spec, objective))
     if (degrees.ep > 1 or degrees.etp > 1) and not spec.num_experts:
-        raise ConfigError(
+        found.add(
             f"parallel.ep is {degrees.ep} and parallel.etp {degrees.etp}: the model has no experts "
             "to spread; set them to 1 and 0"
         )
     if config.data.max_length > spec.max_positions:
-        raise ConfigError(
+        found.add(
             f"data.max_length is {config.data.max_length}: the model has {spec.max_positions} "
             "positions; lower it"
         )
     return spec
 
 
+def _check_weights(path: Path, spec: ModelSpec, objective: Objective) -> None:
+    check_weight_files(path)
+    check_weights(path, spec, head=objective.head)
+
+
 def _check_budget(config: SupervisedConfig, answers: int) -> None:
-    """With its padding the longest row must fit into a forward pass."""
+    """With its padding the longest row must fit into a forward pass.
+
+    What does not fit without padding is told by `config.supervised_checks`.
+    """
     degrees, training = config.parallel, config.training
     if not training.use_dynamic_bsz:
         return
@@ -208,7 +267,8 @@ def _check_budget(config: SupervisedConfig, answers: int) -> None:
     )
     longest = answers * alignment.padded(config.data.max_length)
     budget = token_budget(training, alignment)
-    if longest > budget:
+    fits_without = answers * config.data.max_length <= training.max_token_len_per_gpu * degrees.cp
+    if fits_without and longest > budget:
         raise ConfigError(
             f"training.max_token_len_per_gpu is {training.max_token_len_per_gpu}: rows are padded "
             f"to multiples of {alignment.row_multiple} in this layout, which leaves {budget} "
@@ -217,17 +277,22 @@ def _check_budget(config: SupervisedConfig, answers: int) -> None:
         )
 
 
-def _dataset(config: SupervisedConfig, tokenizer: Any, name: str) -> ExampleDataset:
+def _columns(config: SupervisedConfig) -> Columns:
     data = config.data
     is_pairs = config.task == "rm"
+    return Columns(
+        prompt=data.prompt_key,
+        answers=(data.chosen_key, data.rejected_key) if is_pairs else (data.chosen_key,),
+        margin=data.margin_key,
+    )
+
+
+def _dataset(config: SupervisedConfig, tokenizer: Any, name: str) -> ExampleDataset:
+    data = config.data
     return ExampleDataset(
         data.train_files if name == "train" else data.val_files,
         tokenizer,
-        columns=Columns(
-            prompt=data.prompt_key,
-            answers=(data.chosen_key, data.rejected_key) if is_pairs else (data.chosen_key,),
-            margin=data.margin_key,
-        ),
+        columns=_columns(config),
         max_length=data.max_length,
         too_long=data.too_long,
         name=name,

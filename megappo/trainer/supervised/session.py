@@ -12,8 +12,10 @@ import megappo
 from megappo.checkpoint import layout as checkpoint_layout
 from megappo.checkpoint.compare import flatten
 from megappo.checkpoint.store import CheckpointStore
-from megappo.config import ConfigError, SupervisedConfig, dump, load_any
+from megappo.config import SupervisedConfig, dump
 from megappo.config.checks import check_cpu_features
+from megappo.config.findings import Findings
+from megappo.config.load import read_any
 from megappo.distributed import parallel
 from megappo.distributed.parallel import ParallelContext, all_gather_objects
 from megappo.errors import GuardStop, StopRequested
@@ -53,15 +55,12 @@ class SupervisedSession:
             GuardStop, StopRequested: see `SupervisedRun.fit`.
         """
         process = self._process
-        config = load_any(config_path, overrides)
+        config, mistakes = read_any(config_path, overrides)
         assert isinstance(config, SupervisedConfig)
-        process.meet_nodes(config, wait_s=config.trainer.node_wait_s)
+        if not mistakes.problems:  # a node with mistakes says so without waiting for the others
+            process.meet_nodes(config, wait_s=config.trainer.node_wait_s)
         with process.all_nodes_or_none(wait_s=config.trainer.distributed_timeout_s):
-            device = parallel.resolve_device(config.device)
-            if device == "cpu" and (problems := check_cpu_features(config.model, config.parallel)):
-                raise ConfigError("\n".join(problems))
-            parallel.check_device(device, process.launch)
-            found = supervised_preflight(config, process.launch.world_size)
+            device, found = self._check_here(config, mistakes)
             self._say_plan(config, found, device)
         context = self._process.join(
             config.parallel,
@@ -77,6 +76,25 @@ class SupervisedSession:
             self._process.watchdog.stop()
             raise
         self._process.leave(context)
+
+    def _check_here(
+        self, config: SupervisedConfig, mistakes: Findings
+    ) -> tuple[str, SupervisedPreflight]:
+        """Device of a run that starts on this machine, and what the checks find. No other rank.
+
+        Raises:
+            UserError: everything that is wrong.
+        """
+        launch = self._process.launch
+        resolve = partial(parallel.resolve_device, config.device)
+        device = mistakes.attempt(resolve, needs=("device",))
+        if device is not None:
+            if device == "cpu":
+                mistakes.add(*check_cpu_features(config.model, config.parallel))
+            mistakes.attempt(partial(parallel.check_device, device, launch))
+        found = supervised_preflight(config, launch.world_size, found=mistakes)
+        assert device is not None
+        return device, found
 
     def _train(
         self, config: SupervisedConfig, found: SupervisedPreflight, context: ParallelContext

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megappo.cli import main
+from megappo.data.preferences import write_preferences
 from tests.tiny_run import make_run
 
 
@@ -182,3 +183,57 @@ def test_an_unknown_key_is_answered_with_the_nearest(capsys):
     assert "did you mean actor.clip_ratio?" in capsys.readouterr().err
     assert main(["check"]) == 2
     assert "needs CONFIG.yaml, or --explain KEY" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def preferences(root):
+    write_preferences(root / "preferences", seed=0, num_train=16, num_val=4)
+    rows = pq.read_table(root / "preferences" / "train.parquet")
+    broken = rows.set_column(1, "chosen", pa.array([*rows["chosen"].to_pylist()[:-1], None]))
+    pq.write_table(broken, root / "preferences" / "broken.parquet")
+    path = root / "rm.yaml"
+    path.write_text(
+        f"task: rm\nmodel: {{path: {root}/model, dtype: float32}}\n"
+        f"data:\n  train_files: [{root}/preferences/train.parquet]\n"
+        f"  val_files: [{root}/preferences/val.parquet]\n"
+        "  train_batch_size: 8\n  max_length: 128\n"
+        "training: {micro_batch_size: 2}\n"
+        f"trainer: {{run_dir: {root}/rm_run}}\n"
+    )
+    return path
+
+
+def test_all_mistakes_of_a_reward_model_run_are_seen_in_one_call(preferences, root, capsys):
+    code = main(
+        [
+            "check", str(preferences), "--world-size=3", "--nodes=2", "device=cpu",
+            "training.optim.leraning_rate=1", "parallel.tp=3", "model.fp8=e4m3",
+            "model.dtype=bfloat16", "data.train_batch_size=7", "checkpoint.keep=0",
+            f"data.train_files=[{root}/preferences/broken.parquet]",
+            f"data.val_files=[{root}/preferences/none.parquet]",
+        ]
+    )  # fmt: skip
+    assert code == 2
+    found = problems(capsys.readouterr().err)
+    for part in (
+        "training.optim.leraning_rate is not a known key",
+        "checkpoint.keep is 0",
+        "model.fp8 is 'e4m3': fp8 products are Transformer Engine's",
+        "--world-size is 3 and --nodes 2",
+        "training.micro_batch_size is 2: it must divide the 7",
+        "query heads must divide over the tensor-parallel ranks: 4 over 3",
+        "its row 15), column chosen: an answer must be text",
+        "val file",
+    ):
+        assert len([line for line in found if part in line]) == 1, (part, found)
+    assert len(found) == 8
+
+
+def test_a_reward_model_run_takes_as_few_ranks_as_nodes_and_layout_allow(preferences, capsys):
+    assert main(["check", str(preferences), "--nodes=2", "parallel.tp=2"]) == 0
+    shown = capsys.readouterr().out
+    assert "parallel   2 ranks = TP 2 x PP 1 x CP 1 x DP 1" in shown
+    assert main(["check", str(preferences), "--nodes=4", "parallel.tp=2"]) == 0
+    shown = capsys.readouterr().out
+    assert "parallel   4 ranks = TP 2 x PP 1 x CP 1 x DP 2" in shown
+    assert "16 of 16 train rows" in shown
