@@ -13,6 +13,7 @@ from functools import cached_property
 from megappo.config import Config
 from megappo.config.layout import MemorySection
 from megappo.config.learning import ActorSection, CriticSection
+from megappo.config.reward_model import RewardModelSection
 from megappo.models.packing import Alignment, token_multiple
 from megappo.models.spec import ModelSpec
 from megappo.planner import memory
@@ -23,7 +24,14 @@ from megappo.planner.layout import Layout
 from megappo.planner.memory import Static
 from megappo.planner.parameters import Stage
 
-HEADS: dict[str, Head] = {"actor": "lm", "critic": "value", "reference": "lm"}
+HEADS: dict[str, Head] = {
+    "actor": "lm",
+    "critic": "value",
+    "reference": "lm",
+    "reward_model": "value",
+}
+FROZEN = ("reference", "reward_model")
+"""Roles that are never updated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +52,7 @@ class Job:
 
     config: Config
     specs: Mapping[str, ModelSpec]
-    """Of the roles `actor` and, where they are used, `critic` and `reference`."""
+    """Of `actor` and, where they are used, `critic`, `reference` and `reward_model`."""
     world_size: int
     gpus_per_node: int = GPUS_PER_NODE
     device: Device = "cuda"
@@ -72,7 +80,11 @@ class Job:
         mean_response: int = 0,
     ) -> Job:
         """A job of those roles that the config uses."""
-        unused = {"reference": not config.uses_reference, "critic": not config.uses_critic}
+        unused = {
+            "reference": not config.uses_reference,
+            "critic": not config.uses_critic,
+            "reward_model": not config.reward_model.path,
+        }
         used = {role: spec for role, spec in specs.items() if not unused.get(role, False)}
         return cls(
             config=config,
@@ -135,15 +147,32 @@ class Job:
             dtype=self.config.model.dtype, device=self.device, mean_length=float(self.longest)
         )
 
-    def settings(self, role: str) -> ActorSection | CriticSection:
-        """A role's section; the reference runs the actor's passes."""
+    def settings(self, role: str) -> ActorSection | CriticSection | RewardModelSection:
+        """What cuts a role's passes; the reference runs the actor's."""
+        if role == "reward_model":
+            return self.config.reward_model
+        return self.trained(role)
+
+    def trained(self, role: str) -> ActorSection | CriticSection:
+        """The section of a role that is trained; the actor's of others."""
         return self.config.critic if role == "critic" else self.config.actor
 
     def keeps(self, role: str) -> MemorySection:
-        """What stays on the device; the reference recomputes and trains nothing."""
+        """What stays on the device; frozen models recompute and train nothing."""
         if role == "reference":
             return MemorySection(param_offload=self.config.reference.param_offload)
-        return self.settings(role).memory
+        if role == "reward_model":
+            return MemorySection(param_offload=self.config.reward_model.param_offload)
+        return self.trained(role).memory
+
+    def num_forwards(self, role: str) -> int:
+        """How often a step runs the passes of `micro` forward, updates aside.
+
+        The reward model cuts all samples of a step at once, the others a mini-batch.
+        """
+        if role == "reward_model":
+            return 1
+        return self.config.data.train_batch_size // self.config.actor.mini_batch_size
 
     @cached_property
     def _alignment(self) -> Alignment:
@@ -178,13 +207,15 @@ class Job:
         }
 
     def micro(self, role: str) -> Micro:
-        """How a mini-batch of one DP rank is cut into forward passes."""
+        """How a mini-batch of one DP rank is cut into passes; of the reward model all samples."""
         return self._micros[role]
 
     def _micro(self, role: str) -> Micro:
         section, align, cp = self.settings(role), self._alignment, self.layout.cp
-        samples = self.config.actor.mini_batch_size * self.config.rollout.n // self.layout.dp
-        samples = max(samples, 1)
+        samples = self.config.actor.mini_batch_size * self.config.rollout.n
+        if role == "reward_model":
+            samples = self.generated
+        samples = max(samples // self.layout.dp, 1)
         row = align.row_multiple
         longest, usual = align.padded(self.longest), align.padded(self.usual)
 
@@ -228,8 +259,8 @@ class Job:
     def _static(self, role: str, rank: int) -> Static:
         spec, layout, dtype = self.specs[role], self.layouts[role], self.config.model.dtype
         stage = self.stage(role, rank)
-        if role == "reference":
-            return memory.frozen(spec, layout, stage, dtype=dtype)
+        if role in FROZEN:
+            return memory.frozen(spec, layout, stage, dtype=dtype, head=HEADS[role])
         return memory.trained(spec, layout, stage, dtype=dtype, head=HEADS[role])
 
     def fp8_copies(self, role: str, rank: int) -> float:

@@ -88,9 +88,9 @@ def trained(spec: ModelSpec, layout: Layout, stage: Stage, *, dtype: str, head: 
 
 
 @lru_cache(maxsize=8192)
-def frozen(spec: ModelSpec, layout: Layout, stage: Stage, *, dtype: str) -> Static:
-    """The reference: weights alone, whole under FSDP too."""
-    found = stage_elements(spec, layout, stage, "lm")
+def frozen(spec: ModelSpec, layout: Layout, stage: Stage, *, dtype: str, head: Head) -> Static:
+    """Reference and reward model: weights alone, whole under FSDP too."""
+    found = stage_elements(spec, layout, stage, head)
     return Static(weights=float(sum(e.total for e in found) * DTYPE_BYTES[dtype]))
 
 

@@ -2,7 +2,8 @@
 
 A phase holds what always stays on the device (`*.memory.*_offload` off), what is fetched for it,
 and what it makes while it runs. The engine holds its share (`rollout.gpu_memory_utilization`) in
-all phases, or with `rollout.sleep` while it generates and takes weights alone.
+all phases, or with `rollout.sleep` while it generates, until the reward model has scored, and while
+it takes weights.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from megappo.planner.constants import (
 from megappo.planner.job import HEADS, Job
 from megappo.planner.parameters import model_elements
 
-PHASES = ("generate", "log_probs", "ref", "values", "update_critic", "update_actor", "sync")
+PHASES = (
+    "generate", "score", "log_probs", "ref", "values", "update_critic", "update_actor", "sync"
+)  # fmt: skip
 _RUNS = {
-    "log_probs": "actor", "ref": "reference", "values": "critic", "update_critic": "critic",
-    "update_actor": "actor", "sync": "actor",
+    "score": "reward_model", "log_probs": "actor", "ref": "reference", "values": "critic",
+    "update_critic": "critic", "update_actor": "actor", "sync": "actor",
 }  # fmt: skip
 
 
@@ -166,4 +169,5 @@ def _engine_bytes(job: Job, phase: str, of_engine: Engine) -> float:
     if not rollout.sleep:
         return of_engine.share
     # An engine that wakes takes weights, the push, then its cache: all of it fits with the actor's.
-    return of_engine.share if phase == "sync" else float(ENGINE_RESERVE_BYTES)
+    # It falls asleep once everything is scored.
+    return of_engine.share if phase in ("sync", "score") else float(ENGINE_RESERVE_BYTES)

@@ -167,7 +167,7 @@ def overrides(job: Job) -> list[str]:
     if not config.rollout.url and config.rollout.engine == "sglang":
         found += [f"rollout.tp={config.rollout.tp}", f"rollout.sleep={_word(config.rollout.sleep)}"]
     for role in reversed(job.trained_roles):
-        settings = job.settings(role)
+        settings = job.trained(role)
         if not settings.use_dynamic_bsz:
             found.append(f"{role}.micro_batch_size={settings.micro_batch_size}")
         memory = settings.memory
@@ -177,6 +177,11 @@ def overrides(job: Job) -> list[str]:
                 found.append(f"{role}.memory.{part}_offload=true")
     if config.uses_reference and config.reference.param_offload:
         found.append("reference.param_offload=true")
+    scores = config.reward_model
+    if scores.path and not scores.use_dynamic_bsz:
+        found.append(f"reward_model.micro_batch_size={scores.micro_batch_size}")
+    if scores.path and scores.param_offload:
+        found.append("reward_model.param_offload=true")
     return found
 
 

@@ -220,6 +220,9 @@ def _of_one_sample(config: Config) -> Config:
         config,
         actor=replace(config.actor, micro_batch_size=1),
         critic=replace(config.critic, micro_batch_size=1),
+        reward_model=replace(config.reward_model, micro_batch_size=1)
+        if config.reward_model.path
+        else config.reward_model,
     )
 
 
@@ -300,6 +303,7 @@ def _offloaded(config: Config) -> Config:
         actor=replace(config.actor, memory=away(config.actor.memory)),
         critic=replace(config.critic, memory=away(config.critic.memory)),
         reference=replace(config.reference, param_offload=True),
+        reward_model=replace(config.reward_model, param_offload=True),
         rollout=replace(config.rollout, sleep=sleeps or config.rollout.sleep),
     )
 

@@ -32,6 +32,11 @@ from megappo.planner.job import HEADS, Job
 from megappo.planner.phases import Engine, cache_token_bytes
 from megappo.planner.traffic import pass_traffic, push_bytes, ring, update_traffic
 
+_FORWARD = {
+    "reward_model": "score", "actor": "log_probs", "reference": "ref", "critic": "values"
+}  # fmt: skip
+"""Phases of forward passes alone, in the order of a step."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
@@ -66,12 +71,12 @@ def times(job: Job, gpu: Gpu, of_engine: Engine, *, efficiency: float = FLOPS_EF
         efficiency: share of the peak that matrix products reach.
     """
     speed = gpu.flops_per_s * efficiency
-    minis = job.config.data.train_batch_size // job.config.actor.mini_batch_size
     seconds = {"generate": generate_seconds(job, gpu, of_engine, speed=speed)}
-    for role, phase in (("actor", "log_probs"), ("reference", "ref"), ("critic", "values")):
+    for role, phase in _FORWARD.items():
         if role in job.specs:
             slowest = max(_pass(job, gpu, role, r, speed).forward for r in job.distinct_ranks)
-            seconds[phase] = slowest * (job.micro(role).num_passes * minis + _fill(job))
+            passes = job.micro(role).num_passes * job.num_forwards(role)
+            seconds[phase] = slowest * (passes + _fill(job))
     for role in job.trained_roles:
         seconds[f"update_{role}"] = _update(job, gpu, role, speed)
     seconds["sync"] = _push(job, gpu)
@@ -103,7 +108,7 @@ def _shares(job: Job, gpu: Gpu, seconds: Mapping[str, float]) -> dict[str, float
 
 def offload_bytes(job: Job, rank: int) -> float:
     """What a step copies between device and host, both ways; gradient buffers are only freed."""
-    uses = {"actor": 3, "critic": 2, "reference": 1}  # passes, update, push
+    uses = {"actor": 3, "critic": 2, "reference": 1, "reward_model": 1}  # passes, update, push
     total = 0.0
     for role in job.specs:
         static, keeps = job.static(role, rank), job.keeps(role)

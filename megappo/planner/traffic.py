@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from megappo.models.spec import ModelSpec
 from megappo.planner.constants import DTYPE_BYTES, GRAD_BYTES
-from megappo.planner.job import HEADS, Job
+from megappo.planner.job import FROZEN, HEADS, Job
 from megappo.planner.layout import Layout
 from megappo.planner.memory import stage_elements
 from megappo.planner.parameters import Stage, model_elements
@@ -122,7 +122,6 @@ def push_bytes(job: Job, rank: int) -> float:
 def step_traffic(job: Job, rank: int) -> dict[str, float]:
     """All of a step on one rank, bytes sent by group."""
     total = dict.fromkeys(GROUPS, 0.0)
-    minis = job.config.data.train_batch_size // job.config.actor.mini_batch_size
     for role in job.specs:
         micro = job.micro(role)
         one = pass_traffic(
@@ -132,9 +131,9 @@ def step_traffic(job: Job, rank: int) -> dict[str, float]:
             tokens=micro.mean_tokens,
             dtype=job.config.model.dtype,
         )
-        updates = 0 if role == "reference" else job.num_updates
+        updates = 0 if role in FROZEN else job.num_updates
         again = updates if job.keeps(role).recompute == "full" else 0
-        forward = micro.num_passes * (minis + updates + again)
+        forward = micro.num_passes * (job.num_forwards(role) + updates + again)
         backward = micro.num_passes * updates
         for group, size in one.forward.items():
             total[group] += forward * size + backward * one.backward[group]

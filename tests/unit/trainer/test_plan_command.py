@@ -80,6 +80,39 @@ def test_a_critic_that_an_algorithm_does_not_need_is_not_planned(run):
     assert set(no_reference["parameters"]) == {"actor", "critic"}
 
 
+def test_a_reward_model_is_planned_as_frozen_weights_that_score_while_the_engine_is_awake(
+    save_model, capsys
+):
+    path, folder = ROOT / "configs" / "rlhf_ppo.yaml", save_model(LLAMA_70B, "rlhf")
+
+    def found(*arguments):
+        main(["plan", str(path), "--model", folder, "--gpus", "64", "--json", *LAYOUT, *arguments])
+        return json.loads(capsys.readouterr().out)
+
+    without = found("rollout.sleep=true", "rollout.tp=8", "reward_model.path=''")
+    scored = found("rollout.sleep=true", "rollout.tp=8", f"reward_model.path={folder}")
+    assert set(scored["parameters"]) - set(without["parameters"]) == {"reward_model"}
+    assert scored["parameters"]["reward_model"] == scored["parameters"]["critic"]
+    assert set(scored["memory_bytes"]) - set(without["memory_bytes"]) == {"score"}
+    parts = scored["memory_bytes"]["score"]["parts"]
+    assert parts["engine"] == scored["memory_bytes"]["generate"]["parts"]["engine"]
+    weights = parts["reward_model weights"]
+    assert weights == without["memory_bytes"]["values"]["parts"]["critic weights"]
+    assert "reward_model gradients" not in parts
+    assert "reward_model optimizer" not in parts
+    assert "logits" not in parts
+    # 256 samples over DP 2 in passes of 128, as many as of two critics' 4 mini-batches of 32 each.
+    pair = [f"{role}.micro_batch_size=16" for role in ("critic", "reward_model")]
+    times = found(*pair, f"reward_model.path={folder}")["seconds"]
+    assert times["score"] == pytest.approx(times["values"])
+    assert set(times) - set(without["seconds"]) == {"score"}
+    update = scored["memory_bytes"]["update_actor"]["parts"]
+    assert update["reward_model weights"] == weights  # not offloaded
+    away = found(f"reward_model.path={folder}", "reward_model.param_offload=true")
+    assert "reward_model weights" not in away["memory_bytes"]["update_actor"]["parts"]
+    assert "reward_model.param_offload=true" in away["overrides"]
+
+
 def test_a_search_prints_arguments_that_fit_and_reasons(run):
     code, out, _ = run("--gpus", "64", "--search", "--json", "--top", "2")
     found = json.loads(out)
