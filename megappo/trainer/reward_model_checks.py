@@ -9,7 +9,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from megappo.config import Config
-from megappo.errors import DataError, ModelError
+from megappo.errors import DataError, ModelError, UserError
 from megappo.models.hf_folder import TensorFolder
 from megappo.models.name_map import VALUE_HEAD
 from megappo.rewards import MODEL_ONLY
@@ -32,14 +32,11 @@ def check_reward_model(
     Raises:
         ModelError: it has another tokenizer than the actor.
         DataError: rows ask for a reward model, and there is none.
+        UserError: a part of reward.sources gives it a weight.
     """
     path = config.reward_model.path
+    _check_parts(config, sources)
     if not path:
-        if MODEL_ONLY in sources:
-            raise DataError(
-                f"rows have data_source {MODEL_ONLY!r} and reward_model.path is '': name the model "
-                "that scores them, or give them the data_source of a rule"
-            )
         return []
     own = load(path)
     if own.get_vocab() != tokenizer.get_vocab() or own.eos_token_id != tokenizer.eos_token_id:
@@ -55,6 +52,26 @@ def check_reward_model(
             "prompts as the actor's template writes them"
         ]
     return []
+
+
+def _check_parts(config: Config, sources: set[str]) -> None:
+    """Whether the rewards that data_sources stand for ask for the reward model as they may."""
+    for source in sorted(sources):
+        for part in config.reward.parts(source):
+            if part.name != MODEL_ONLY:
+                continue
+            if not config.reward_model.path:
+                raise DataError(
+                    f"rows have data_source {source!r}, which stands for {MODEL_ONLY!r}, and "
+                    "reward_model.path is '': name the model that scores them, or give them the "
+                    "data_source of a rule"
+                )
+            if part.weight != 1:
+                raise UserError(
+                    f"reward.sources.{source} gives {MODEL_ONLY!r} the weight {part.weight:g}, "
+                    "which would do nothing, for the model scores every row alike: leave it out "
+                    "and set reward_model.weight"
+                )
 
 
 def check_head(folder: Path) -> None:

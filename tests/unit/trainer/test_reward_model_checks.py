@@ -9,8 +9,9 @@ import torch
 
 from megappo.config import Config
 from megappo.config.reward_model import RewardModelSection
+from megappo.config.rewards import RewardSection
 from megappo.config.sections import ModelSection
-from megappo.errors import DataError, ModelError
+from megappo.errors import DataError, ModelError, UserError
 from megappo.trainer.reward_model_checks import check_head, check_reward_model
 from megappo.trainer.row_checks import load_tokenizer
 from tests.tiny_run import make_model
@@ -39,8 +40,9 @@ def root(tmp_path_factory):
     return folder
 
 
-def check(root, name, sources=("arithmetic",)):
+def check(root, name, sources=("arithmetic",), meaning=None):
     config = Config(
+        reward=RewardSection(sources=meaning or {}),
         model=ModelSection(path=str(root / "model")),
         reward_model=RewardModelSection(path=str(root / name) if name else ""),
     )
@@ -76,3 +78,18 @@ def test_rows_for_a_reward_model_need_one(root):
     with pytest.raises(DataError, match=r"reward_model.path is ''"):
         check(root, "", ["reward_model"])
     assert check(root, "one", ["reward_model"]) == []
+
+
+@pytest.mark.parametrize("line", ["reward_model", ["length", {"name": "reward_model"}]])
+@pytest.mark.parametrize("key", ["*", "mine"])
+def test_it_is_what_a_data_source_stands_for_that_counts_not_its_name(root, line, key):
+    with pytest.raises(DataError, match=r"'mine', which stands for 'reward_model', and reward_mod"):
+        check(root, "", ["mine"], {key: line})
+    assert check(root, "one", ["mine"], {key: line}) == []
+    assert check(root, "", ["reward_model"], {"reward_model": "length"}) == []
+
+
+def test_a_weight_that_would_do_nothing_is_refused(root):
+    meaning = {"*": [{"name": "reward_model", "weight": 0.5}]}
+    with pytest.raises(UserError, match=r"the weight 0\.5, which would do .* reward_model.weight"):
+        check(root, "one", ["mine"], meaning)
