@@ -16,8 +16,9 @@ import math
 import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from megappo.rewards.base import (
     RewardTimeoutError,
     Sample,
 )
+from megappo.rewards.threads import RewardThreads
 
 _log = logging.getLogger(__name__)
 
@@ -89,7 +91,7 @@ class Scorer:
         self.max_error_rate = settings.max_error_rate if max_error_rate is None else max_error_rate
         self._registry = registry
         self._terms: dict[str, tuple[Term, ...]] = {}
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads: RewardThreads | None = None
         self._logged: set[tuple[str, str, str, str]] = set()
 
     def score(
@@ -116,10 +118,19 @@ class Scorer:
         new = set(data_sources) - self._terms.keys()
         self._terms |= resolve(new, self.settings, registry=self._registry)
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(
-                self.settings.num_threads, thread_name_prefix="reward"
-            )
+            self._threads = RewardThreads(self.settings.num_threads)
         return Scoring(self, [self._terms[source] for source in data_sources], self._threads)
+
+    def close(self) -> None:
+        """Drops rewards that have not begun, and lets go of the others; repeatable.
+
+        Processes end with the rewards that they belong to: idle ones now, those at work when their
+        call or the interpreter ends. A later batch starts new ones.
+        """
+        if self._threads is not None:
+            self._threads.close()
+        self._threads = None
+        self._terms = {}
 
     def report(
         self, samples: Sequence[Sample], failed: Sequence[tuple[int, str, Exception]]
@@ -170,7 +181,7 @@ class Scoring:
     """One batch on its way: `put` each sample once it is there, from any thread, then `result`."""
 
     def __init__(
-        self, scorer: Scorer, terms: Sequence[tuple[Term, ...]], threads: ThreadPoolExecutor
+        self, scorer: Scorer, terms: Sequence[tuple[Term, ...]], threads: RewardThreads
     ) -> None:
         """Waits for samples.
 
@@ -197,7 +208,7 @@ class Scoring:
             for call in self._of_sample[number]:
                 if all(n in self._samples for n, _ in call.members):
                     samples = [self._samples[n] for n, _ in call.members]
-                    call.future = self._threads.submit(_run, call.reward, samples)
+                    call.future = self._threads.submit(partial(_run, call.reward, samples))
 
     @property
     def num_done(self) -> int:

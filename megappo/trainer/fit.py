@@ -272,7 +272,8 @@ class Run:
         }
 
     def close(self) -> None:
-        """Ends the engine and the loggers; safe after an error."""
+        """Ends rewards, the engine and the loggers; safe after an error."""
+        self.trainer.collector.scorer.scorer.close()  # the evaluator's is the same
         self.trainer.rollouts.close()
         for logger in self.loggers:
             logger.close()

@@ -1,8 +1,11 @@
 """The scorer keeps order, counts every failure, and stops a batch with too many of them."""
 
 import logging
+import subprocess
+import sys
 import threading
 import time
+from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
@@ -156,6 +159,56 @@ def test_a_stop_from_the_keyboard_is_not_taken_for_a_failed_reward():
 
     with pytest.raises(KeyboardInterrupt):
         scorer(interrupt, max_error_rate=1.0).score(samples(1))
+
+
+QUEUED = """
+import sys, threading, time
+from megappo.config.rewards import RewardSection
+from megappo.registry import Registry
+from megappo.rewards.base import Sample
+from megappo.rewards.scorer import Scorer
+began, registry = threading.Semaphore(0), Registry("reward")
+def slow(response, ground_truth, extra_info):
+    print("begun")
+    began.release()
+    time.sleep(600)
+registry.register("toy")(lambda settings: slow)
+scorer = Scorer(RewardSection(num_threads=2), registry=registry)
+scoring = scorer.begin(["toy"] * 20)
+for number in range(20):
+    scoring.put(number, Sample("toy", "", "", {}))
+began.acquire(), began.acquire()
+if "close" in sys.argv:
+    scorer.close()
+    print(sum(call.future.cancelled() for call in scoring._calls), "dropped")
+"""
+
+
+@pytest.mark.parametrize("how", ["close", "exit"])
+def test_rewards_that_wait_or_work_do_not_hold_up_the_end_of_the_process(how):
+    done = subprocess.run(
+        [sys.executable, "-c", QUEUED, how], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split("\n")[:-1] == ["begun"] * 2 + ["18 dropped"] * (how == "close")
+
+
+def test_a_closed_scorer_lets_go_of_its_threads_and_starts_anew():
+    toy = scorer(number_in_response, num_threads=3)
+    before = threading.active_count()
+    assert toy.score(samples(3)).scores == [0.0, 1.0, 2.0]
+    assert threading.active_count() == before + 3
+    scoring = toy.begin(["toy"])
+    toy.close()
+    toy.close()
+    deadline = time.monotonic() + 15
+    while threading.active_count() > before:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    scoring.put(0, Sample("toy", "1", "", {}))  # late: it is dropped
+    with pytest.raises(CancelledError):
+        scoring.result()
+    assert toy.score(samples(2)).scores == [0.0, 1.0]
 
 
 def test_an_empty_batch_has_no_scores_and_no_errors():
