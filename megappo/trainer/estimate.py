@@ -6,6 +6,7 @@ samples and so compute the same numbers.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -45,7 +46,8 @@ class Estimator:
             batch: with scores, old_log_probs, what the method needs (values, baselines) and, where
                 a KL is used, ref_log_probs.
             values_after: [B] value of the state after each sample's last token, with a critic.
-            tally: gets the KL to the reference; the controller is fed with its global mean.
+            tally: gets the KL to the reference; the controller is fed with its global mean,
+                unless that is not finite.
             kl_factor: times the controller's coefficient.
         """
         assert batch.scores is not None
@@ -66,7 +68,8 @@ class Estimator:
     def _steer(self, kl: tuple[Tensor, Tensor], tally: Tally) -> None:
         total, count = sum_over_data(torch.stack([k.double() for k in kl]), self.context).tolist()
         tally.add("actor/reward_kl", total, count)
-        if count:
+        # What is not finite reaches the guard, which says what is to be done about it.
+        if count and math.isfinite(total):
             self.kl_controller.update(total / count, int(count))
 
 
