@@ -59,6 +59,9 @@ class Guard:
 
     def warnings(self, metrics: Mapping[str, float]) -> list[str]:
         """What a step's metrics give reason to look at; the run goes on."""
+        return [*self._gap_warning(metrics), *_empty_warning(metrics)]
+
+    def _gap_warning(self, metrics: Mapping[str, float]) -> list[str]:
         limit = self.settings.warn_log_prob_diff
         found = metrics["rollout/log_prob_diff_mean"]
         if not limit or not self.comparable or found <= limit:
@@ -219,6 +222,17 @@ class Guard:
             return False
         self._told[key] = value
         return True
+
+
+def _empty_warning(metrics: Mapping[str, float]) -> list[str]:
+    empty = metrics["training/empty_updates"]
+    if not empty:
+        return []
+    return [
+        f"{empty:.0f} updates were skipped: no response of their mini-batches had a trained token, "
+        f"and {metrics['response_length/clip_ratio']:.0%} of the step's were cut at their limit; "
+        "where algorithm.mask_truncated leaves those out, raise rollout.max_response_length"
+    ]
 
 
 def _rule_and_metric(key: str) -> tuple[str, str]:

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
+
 from megappo.data.batching import fixed_micro_batches, plan_micro_batches
-from megappo.distributed.parallel import ParallelContext, max_over_data
+from megappo.distributed.parallel import ParallelContext, max_over_data, sum_over_data
 from megappo.models.packing import Alignment
 from megappo.types import MiniBatch, RolloutBatch
 
@@ -160,3 +162,14 @@ def as_mini_batches(
         )
         for number, micros in enumerate(plan)
     ]
+
+
+def with_trained_tokens(minis: Sequence[MiniBatch], context: ParallelContext) -> list[MiniBatch]:
+    """Those that have a trained token on any DP rank: there is nothing to divide a loss by else.
+
+    A step of the optimizer on a gradient of 0 would still move weights, by decay and by momentum.
+    Collective over DP; the same mini-batches on every rank.
+    """
+    counts = [int(mini.samples.response_mask.sum()) for mini in minis]
+    everywhere = sum_over_data(torch.tensor(counts, dtype=torch.int64), context).tolist()
+    return [mini for mini, count in zip(minis, everywhere, strict=True) if count]

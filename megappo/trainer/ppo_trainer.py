@@ -34,7 +34,12 @@ from megappo.trainer.corrector import Corrector
 from megappo.trainer.estimate import Estimator
 from megappo.trainer.guard import Guard
 from megappo.trainer.memory import ModelMemory
-from megappo.trainer.micro_batches import MicroBatchPlanner, as_mini_batches, as_passes
+from megappo.trainer.micro_batches import (
+    MicroBatchPlanner,
+    as_mini_batches,
+    as_passes,
+    with_trained_tokens,
+)
 from megappo.trainer.resources import GIB, resource_metrics
 from megappo.trainer.stopwatch import Stopwatch
 from megappo.trainer.utilization import Utilization
@@ -66,6 +71,9 @@ class Updates:
     norms: list[float] = field(default_factory=list)
     """of the updates that were applied"""
     num_skipped: int = 0
+    """refused by the guard"""
+    num_empty: int = 0
+    """left out, as no response of the mini-batch had a trained token"""
 
     def check(self, figures: Mapping[str, float]) -> bool:
         """Whether an update may write weights; see `Guard.admit`.
@@ -247,8 +255,8 @@ class PPOTrainer:
         if critic is None:
             return None
         minis = as_mini_batches(batch, plan, self.plan.mini_batch)
-        order = [mini for _ in range(self.plan.ppo_epochs) for mini in minis]
         taken = self._updates(number, critic.trainable)
+        order = self._order(minis, taken)
         with on_device(critic.trainable.memory):
             for i, mini in enumerate(order):
                 with self._passes(critic.trainable):
@@ -259,7 +267,7 @@ class PPOTrainer:
         taken = self._updates(number, self.actor.trainable)
         if number <= self.plan.critic_warmup:
             return taken
-        order = [mini for _ in range(self.plan.ppo_epochs) for mini in minis]
+        order = self._order(minis, taken)
         for i, mini in enumerate(order):
             with self._passes(self.actor.trainable):
                 self.actor.update(
@@ -271,6 +279,12 @@ class PPOTrainer:
                     check=taken.check,
                 )
         return taken
+
+    def _order(self, minis: Sequence[MiniBatch], taken: Updates) -> list[MiniBatch]:
+        """The mini-batches of all updates; empty ones are counted alone. Collective over DP."""
+        filled = with_trained_tokens(minis, self.context)
+        taken.num_empty = (len(minis) - len(filled)) * self.plan.ppo_epochs
+        return filled * self.plan.ppo_epochs
 
     def _updates(self, number: int, trainable: Trainable) -> Updates:
         return Updates(guard=self.guard, step=number, trainable=trainable)
@@ -330,7 +344,8 @@ class PPOTrainer:
         return found | {
             "actor/kl_coef": self.estimator.kl_controller.kl_coef * self.adjustments.kl_factor,
             "training/optimizer_steps": float(len(of_actor.norms)),
-            "training/skipped_updates": float(sum(taken.num_skipped for taken in updates)),
+            "training/skipped_updates": float(sum(u.num_skipped + u.num_empty for u in updates)),
+            "training/empty_updates": float(sum(taken.num_empty for taken in updates)),
             "training/epoch": float(self.sampler.epoch),
             "rollout/weight_version": float(self.rollouts.weight_version),
         }

@@ -56,6 +56,7 @@ def test_a_nan_on_one_rank_changes_nothing_anywhere_and_a_snapshot_changes_every
         assert skipped["action"] == "skip_update"
         assert "actor/grad_norm was nan" in skipped["reason"]
         assert found["allowed_again"]
+        assert found["filled"] == [0, 2]  # trained on one rank alone, and on all
         details.add(skipped["detail"])
         for when in ("first", "second"):
             expected, *others = found[when]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from megappo.distributed.offload import on_device
 from megappo.roles.actor import Actor
 from megappo.trainer.build import build_roles
 from megappo.trainer.guard import Guard
+from megappo.trainer.micro_batches import with_trained_tokens
 from megappo.trainer.ppo_trainer import Updates
 from megappo.types import MiniBatch
 from tests.distributed.workers import resume
@@ -37,6 +39,13 @@ def main() -> None:
     last = context.rank == context.world_size - 1
     assert not has_room(models, context, local_world_size=10**9 if last else 1)
 
+    mask = mini.samples.response_mask
+    minis = [
+        replace(mini, samples=mini.samples.with_fields(response_mask=m))
+        for m in (mask & (context.dp_rank == 0), torch.zeros_like(mask), mask)
+    ]
+    filled = with_trained_tokens(minis, context)
+
     snapshot = Snapshot(models=models)
     snapshot.take({"note": [1]})  # before the first step: no optimizer has any state
     first = update(roles, mini)
@@ -54,6 +63,7 @@ def main() -> None:
             "second": [second, second_again, second_third],
             "skipped": skipped,
             "allowed_again": again,
+            "filled": [i for i, m in enumerate(minis) if any(m is f for f in filled)],
         },
         worker.out / f"rank{context.rank}.pt",
     )

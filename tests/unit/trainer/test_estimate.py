@@ -1,26 +1,15 @@
 """What is not finite is left to the guard. The numbers are in test_updates.py, over ranks."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megappo.config.learning import AlgorithmSection
 from megappo.distributed.metrics import Tally
 from megappo.ppo.kl import AdaptiveKLController
 from megappo.trainer.estimate import make_estimator
 from megappo.types import Completion, Prompt, collate
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """One rank, by itself all of DP."""
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield SimpleNamespace(data_group=dist.group.WORLD, dp_rank=0)
-    dist.destroy_process_group()
 
 
 def batch_of(log_prob):

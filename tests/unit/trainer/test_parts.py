@@ -22,7 +22,12 @@ from megappo.trainer.batch_metrics import (
     finish,
 )
 from megappo.trainer.guard import Guard
-from megappo.trainer.micro_batches import MicroBatchPlanner, as_mini_batches, as_passes
+from megappo.trainer.micro_batches import (
+    MicroBatchPlanner,
+    as_mini_batches,
+    as_passes,
+    with_trained_tokens,
+)
 from megappo.trainer.scoring import check_error_rate
 from megappo.trainer.status import Status
 from megappo.trainer.stopwatch import PHASES, Stopwatch
@@ -95,6 +100,8 @@ GAP = {
     "rollout/log_prob_diff_max": 1.5,
     "rollout/eff_sample_size_token": 0.9,
     "rollout/eff_sample_size_sequence": 0.25,
+    "training/empty_updates": 0.0,
+    "response_length/clip_ratio": 0.75,
 }
 
 
@@ -113,6 +120,14 @@ def test_a_gap_over_the_warning_threshold_is_told_with_its_figures():
 def test_no_warning_at_the_threshold_or_where_it_is_off_or_means_nothing(limit, comparable):
     guard = Guard(settings=GuardSection(warn_log_prob_diff=limit), comparable=comparable)
     assert guard.warnings(GAP) == []
+
+
+def test_updates_without_a_trained_token_are_told_of():
+    guard = Guard(settings=GuardSection(warn_log_prob_diff=0.0), comparable=True)
+    (text,) = guard.warnings(GAP | {"training/empty_updates": 2.0})
+    assert text.startswith("2 updates were skipped")
+    assert "75% of the step's were cut" in text
+    assert guard.streaks == {}  # no rule has seen them
 
 
 def test_the_guard_stops_where_rejection_left_nothing():
@@ -136,6 +151,16 @@ def test_mini_batches_are_consecutive_and_cover_the_batch():
     assert [[p.row for p in m.samples.prompts] for m in minis] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert [m.micro_batches for m in minis] == [((0, 1), (2, 3))] * 2
     assert as_passes(plan, 4) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_a_mini_batch_without_a_trained_token_is_left_out(alone):
+    batch = batch_of([1, 2, 3, 4, 5, 6])
+    mask = batch.response_mask.clone()
+    mask[2:4] = False
+    mask[4] = False  # its sibling is left
+    minis = as_mini_batches(batch.with_fields(response_mask=mask), [[[0, 1]]] * 3, 2)
+    assert with_trained_tokens(minis, alone) == [minis[0], minis[2]]
+    assert with_trained_tokens([minis[1]], alone) == []
 
 
 def test_log_prob_passes_and_updates_have_the_same_forward_passes():
