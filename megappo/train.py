@@ -82,6 +82,11 @@ def _run(process: Process, config_path: str, overrides: Sequence[str]) -> None:
         SupervisedSession(process).run(config_path, overrides)
 
 
+if __name__ == "__mp_main__":  # in a process of an engine, before it imports SGLang for seconds
+    from megappo.rollout.sglang_orphans import end_with_parent
+
+    end_with_parent()
+
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()

@@ -1,5 +1,8 @@
 """A rank whose launcher is gone ends, also if that happened before the rank could ask for it."""
 
+import ctypes
+import multiprocessing
+import runpy
 import signal
 import subprocess
 import sys
@@ -53,3 +56,25 @@ def test_a_rank_ends_with_a_launcher_that_was_killed(when):
     finally:
         if rank.is_running():
             rank.kill()
+
+
+def signal_at_the_parents_end(connection):
+    """As multiprocessing starts a process of an engine: the main program first, then SGLang."""
+    asked = ctypes.c_int()
+    found = []
+    for name in ("megappo.train", "__mp_main__"):
+        runpy.run_module("megappo.train", run_name=name)
+        ctypes.CDLL(None).prctl(2, ctypes.byref(asked))  # PR_GET_PDEATHSIG
+        found.append(asked.value)
+    connection.send((found, "torch" in sys.modules))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's part is Linux's")
+def test_a_process_of_an_engine_asks_for_its_end_before_it_imports_anything_large():
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=signal_at_the_parents_end, args=(theirs,))
+    process.start()
+    assert ours.poll(60)
+    assert ours.recv() == ([0, signal.SIGKILL], False)
+    process.join()
