@@ -1,49 +1,88 @@
 """Prints what the runs of tools/rlhf_demo.sh have come to, and fails if it is too little.
 
-python tools/rlhf_check.py RUNS_DIR
+python tools/rlhf_check.py SFT_RUN RM_RUN PPO_RUN
+
+Exit codes: 0 enough, 1 too little, 2 a run has not written what is looked at.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from megappo.loggers.jsonl import read_jsonl
 
 LEAST_ACCURACY = 0.9
+"""The share of validation pairs in the right order must be over it."""
+
+LEAST_RISE = 0.3
+"""Of the reward of sampled answers. A step's mean over 256 of them is off by about 0.1."""
+
+LAST_STEPS = 3
+"""Steps whose mean is the reward at the end."""
 
 
 def series(run: Path, name: str) -> list[tuple[int, float]]:
-    """(step, value) wherever the metric was written."""
-    rows = read_jsonl(run / "metrics.jsonl")
-    return [(int(str(row["step"])), float(str(row[name]))) for row in rows if name in row]
+    """(step, value) wherever the metric was written.
+
+    Raises:
+        ValueError: the run has no such number, or one that is not finite (null in the file).
+    """
+    path = run / "metrics.jsonl"
+    rows = read_jsonl(path) if path.is_file() else []
+    found = [(int(str(row["step"])), row[name]) for row in rows if name in row]
+    values = [(step, float(value)) for step, value in found if isinstance(value, int | float)]
+    if not values or len(values) < len(found):
+        raise ValueError(
+            f"{path} must have {name}, finite at every step that has it, but {len(values)} of "
+            f"{len(found)} are; remove {run} and run tools/rlhf_demo.sh again"
+        )
+    return values
 
 
-def main(runs: Path) -> int:
-    """Exit code: 0 if the reward model is right often enough and the policy's reward has risen."""
-    shown = {
-        "fine-tuning: loss of validation answers, nats a token": (runs / "sft", "val/loss"),
-        "reward model: validation pairs in the right order": (runs / "rm", "val/accuracy"),
-        "reward model: mean lead of the better answer": (runs / "rm", "val/margin"),
-        "PPO: reward of sampled answers": (runs / "rlhf_ppo", "reward/model/mean"),
-        "PPO: reward of greedy validation answers": (runs / "rlhf_ppo", "val/reward_model/mean"),
-        "PPO: right validation answers, which no reward looked at": (
-            runs / "rlhf_ppo", "val/score/mean"
-        ),
-    }  # fmt: skip
-    found = {text: series(*where) for text, where in shown.items()}
-    for text, values in found.items():
-        (first, before), (last, after) = values[0], values[-1]
-        print(f"{text}: {before:.3f} (step {first}) -> {after:.3f} (step {last})")
-    accuracy = found["reward model: validation pairs in the right order"][-1][1]
-    rewards = [value for _, value in found["PPO: reward of sampled answers"]]
-    rises = rewards[-1] > rewards[0]
-    if accuracy <= LEAST_ACCURACY:
-        print(f"too little: the reward model's accuracy {accuracy:.3f} is not over 0.9")
-    if not rises:
-        print(f"too little: the policy's reward did not rise from {rewards[0]:.3f}")
-    return 0 if accuracy > LEAST_ACCURACY and rises else 1
+def shown(text: str, values: Sequence[tuple[int, float]]) -> None:
+    """One line: the first value and the last."""
+    (first, before), (last, after) = values[0], values[-1]
+    print(f"{text}: {before:.3f} (step {first}) -> {after:.3f} (step {last})")
+
+
+def check(sft: Path, rm: Path, ppo: Path) -> list[str]:
+    """Prints the figures of the three runs; returns what is too little about them."""
+    accuracy, reward = series(rm, "val/accuracy"), series(ppo, "reward/model/mean")
+    shown("fine-tuning: loss of validation answers, nats a token", series(sft, "val/loss"))
+    shown("reward model: validation pairs in the right order", accuracy)
+    shown("reward model: mean lead of the better answer", series(rm, "val/margin"))
+    shown("PPO: reward of sampled answers", reward)
+    shown("PPO: reward of greedy validation answers", series(ppo, "val/reward_model/mean"))
+    shown("PPO: right among sampled answers, which no reward looked at",
+          series(ppo, "reward/rules/mean"))  # fmt: skip
+    shown("PPO: right among greedy validation answers", series(ppo, "val/score/mean"))
+    at_end = [value for _, value in reward[1:][-LAST_STEPS:]] or [reward[0][1]]
+    rise = sum(at_end) / len(at_end) - reward[0][1]
+    wanted = {
+        f"the reward model's accuracy must be over {LEAST_ACCURACY}, but is "
+        f"{accuracy[-1][1]:.3f}": accuracy[-1][1] > LEAST_ACCURACY,
+        f"the policy's reward must rise by over {LEAST_RISE} from step 1 to the mean of the last "
+        f"{LAST_STEPS}, but rose by {rise:.3f}": rise > LEAST_RISE,
+    }
+    return [text for text, enough in wanted.items() if not enough]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command line; returns the exit code."""
+    if len(arguments) != 3:
+        print("usage: rlhf_check.py SFT_RUN RM_RUN PPO_RUN", file=sys.stderr)
+        return 2
+    try:
+        missed = check(*map(Path, arguments))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for text in missed:
+        print(f"too little: {text}")
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(sys.argv[1:]))
