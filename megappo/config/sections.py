@@ -6,6 +6,7 @@ that verl has too carry verl's key, so that somebody who comes from there is tol
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -72,10 +73,46 @@ class DataSection:
         verl="data.truncation",
     )  # fmt: skip
     shuffle: bool = opt(True, "new order each epoch, from the seed alone", verl="data.shuffle")
+    source_weights: dict[str, float] = opt(
+        {}, "relative share of each data_source in a step's prompts; not named 1, left out 0"
+    )
+    curriculum: Literal["none", "score"] = opt(
+        "none", "score: prompts without a score first, then those whose score is near a target"
+    )
+    curriculum_target: float = opt(0.5, "score that curriculum draws most")
+    curriculum_width: float = opt(
+        0.5, "distance from curriculum_target at which a prompt's chance is down to the floor"
+    )
+    curriculum_floor: float = opt(0.1, "least chance of a prompt, relative to one at the target")
+    curriculum_smoothing: float = opt(
+        0.5, "part of the latest mean score in a prompt's score; 1 forgets all earlier ones"
+    )
 
     def __post_init__(self) -> None:
         p = Problems()
-        p.positive(train_batch_size=self.train_batch_size, max_prompt_length=self.max_prompt_length)
+        p.positive(
+            train_batch_size=self.train_batch_size,
+            max_prompt_length=self.max_prompt_length,
+            curriculum_width=self.curriculum_width,
+            curriculum_floor=self.curriculum_floor,
+            curriculum_smoothing=self.curriculum_smoothing,
+        )
+        p.not_negative(**{f"source_weights.{k}": v for k, v in self.source_weights.items()})
+        for name, value in (
+            ("curriculum_floor", self.curriculum_floor),
+            ("curriculum_smoothing", self.curriculum_smoothing),
+        ):
+            p.require(not value > 1, name, value, "it must be at most 1")
+        p.require(
+            math.isfinite(self.curriculum_target),
+            "curriculum_target", self.curriculum_target, "it must be finite",
+        )  # fmt: skip
+        p.require(
+            not (self.source_weights and self.curriculum != "none"),
+            "curriculum", self.curriculum,
+            "it chooses prompts by score, which source_weights does by source; set it to none, or "
+            "leave source_weights empty",
+        )  # fmt: skip
         p.done()
 
 

@@ -17,6 +17,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from sys import intern
 from typing import Any
 
 import pyarrow as pa
@@ -179,6 +180,17 @@ class PromptDataset:
         """See `read_data_sources`."""
         paths = [file.path for file in self._files]
         return read_data_sources(paths, prompt_key=self._prompt_key, name=self.name)
+
+    def source_of_each(self) -> list[str]:
+        """The data source of each position, none of which `read_data_sources` refused.
+
+        That column alone is read; equal names are one object.
+        """
+        names: list[str] = []
+        for group in self._groups:
+            column = group.file.read(group.index, columns=["data_source"]).column("data_source")
+            names += [intern(str(name)) for name in column.to_pylist()]
+        return [names[row] for row in self.usable_rows()]
 
     def rows(self, indices: Sequence[int]) -> list[Prompt]:
         """The prompts at the given positions, in that order.

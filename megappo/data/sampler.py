@@ -3,18 +3,65 @@
 The order of an epoch follows from (seed, epoch) alone and every rank computes the same whole batch;
 `rank_share` then picks a rank's part. A run therefore sees the same prompts, in the same
 mini-batches, for every number of ranks. The incomplete batch at the end of an epoch is left out.
+Other orders stand in `source_shares` and `curriculum`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from megappo.errors import CheckpointError, DataError, UserError
 
 T = TypeVar("T")
+
+PLAIN = "plain"
+"""Kind of a `PromptSampler`'s state, which does not name it."""
+
+
+class Sampler(Protocol):
+    """An endless, resumable order of whole batches, the same on every rank."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that can be drawn."""
+
+    @property
+    def batch_size(self) -> int:
+        """Prompts a step, over all ranks."""
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the latest batch; 0 before the first."""
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Full batches."""
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the latest batch was the last full one of its epoch."""
+
+    def epoch_in_words(self) -> str:
+        """What an epoch drew, when it is over."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Figures after a step, equal on all ranks."""
+
+    def next_batch(self) -> tuple[int, list[int]]:
+        """The epoch and the positions of the next whole batch, none of them twice."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values that later batches do not change."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues after the last batch that the saved sampler gave.
+
+        Raises:
+            CheckpointError: the state is incomplete or belongs to another order.
+        """
 
 
 class PromptSampler:
@@ -40,18 +87,7 @@ class PromptSampler:
             DataError: fewer rows than one batch, which would make an epoch of no steps.
             UserError: a batch size below 1 or a negative seed.
         """
-        if batch_size < 1 or seed < 0:
-            raise UserError(
-                f"batch_size must be at least 1 and seed at least 0, not batch_size={batch_size}, "
-                f"seed={seed}; set data.train_batch_size and the seed so"
-            )
-        if num_rows < batch_size:
-            raise DataError(
-                f"an epoch must fill a batch, and {num_rows} < {batch_size}: "
-                f"{num_rows + num_dropped} rows read, {num_dropped} dropped as too long, "
-                f"{num_rows} left for a batch of {batch_size}; lower the batch size, add rows, or "
-                "raise data.max_prompt_length"
-            )
+        check_size(num_rows, batch_size, seed, num_dropped)
         self.num_rows = num_rows
         self.batch_size = batch_size
         self.seed = seed
@@ -71,6 +107,15 @@ class PromptSampler:
         """Whether the latest batch was the last full one of its epoch."""
         return self._position + self.batch_size > self.num_rows
 
+    def epoch_in_words(self) -> str:
+        """What an epoch drew, and what it left out."""
+        rows = self.batches_per_epoch * self.batch_size
+        return f"{rows} rows drawn, {self.num_rows - rows} left out as no full batch"
+
+    def metrics(self) -> dict[str, float]:
+        """None; see `Sampler`."""
+        return {}
+
     def next_batch(self) -> tuple[int, list[int]]:
         """The epoch and the positions of the next whole batch, in the order of training."""
         if self._position + self.batch_size > self.num_rows:
@@ -89,18 +134,7 @@ class PromptSampler:
         Raises:
             CheckpointError: the state is incomplete or belongs to another order.
         """
-        wanted = self._identity()
-        missing = [k for k in ("epoch", "position", *wanted) if k not in state]
-        if missing:
-            raise CheckpointError(
-                f"the sampler state lacks {', '.join(missing)}; choose another checkpoint"
-            )
-        differing = [f"{k} {state[k]!r} -> {v!r}" for k, v in wanted.items() if state[k] != v]
-        if differing:
-            raise CheckpointError(
-                "a resumed run must draw the same prompts in the same order, and these changed "
-                f"(checkpoint -> now): {', '.join(differing)}; restore them or start a new run"
-            )
+        check_state(state, self._identity(), ("epoch", "position"))
         epoch, position = int(state["epoch"]), int(state["position"])
         end = self.batches_per_epoch * self.batch_size
         if epoch < 0 or position % self.batch_size or not 0 <= position <= end:
@@ -129,6 +163,64 @@ class PromptSampler:
         generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, epoch])))
         order: list[int] = generator.permutation(self.num_rows).tolist()
         return order
+
+
+def check_size(num_rows: int, batch_size: int, seed: int, num_dropped: int) -> None:
+    """What every order needs.
+
+    Raises:
+        DataError: fewer rows than one batch, which would make an epoch of no steps.
+        UserError: a batch size below 1 or a negative seed.
+    """
+    if batch_size < 1 or seed < 0:
+        raise UserError(
+            f"batch_size must be at least 1 and seed at least 0, not batch_size={batch_size}, "
+            f"seed={seed}; set data.train_batch_size and the seed so"
+        )
+    if num_rows < batch_size:
+        raise DataError(
+            f"an epoch must fill a batch, and {num_rows} < {batch_size}: "
+            f"{num_rows + num_dropped} rows read, {num_dropped} dropped as too long, "
+            f"{num_rows} left for a batch of {batch_size}; lower the batch size, add rows, or "
+            "raise data.max_prompt_length"
+        )
+
+
+def check_state(
+    state: Mapping[str, Any], identity: Mapping[str, Any], position: Sequence[str]
+) -> None:
+    """Whether a saved state is of the same order.
+
+    Args:
+        state: what was saved.
+        identity: what the order is made from, which must not have changed.
+        position: the keys that say what is next.
+
+    Raises:
+        CheckpointError: keys that are missing, or both values of those that differ.
+    """
+    before, now = (str(kept.get("kind", PLAIN)) for kept in (state, identity))
+    if before != now:
+        raise CheckpointError(
+            f"the checkpoint's prompts were drawn {_setting(before)}, and are drawn "
+            f"{_setting(now)} now; set data.source_weights and data.curriculum back, or start a "
+            "new run"
+        )
+    missing = [k for k in (*position, *identity) if k not in state]
+    if missing:
+        raise CheckpointError(
+            f"the sampler state lacks {', '.join(missing)}; choose another checkpoint"
+        )
+    differing = [f"{k} {state[k]!r} -> {v!r}" for k, v in identity.items() if state[k] != v]
+    if differing:
+        raise CheckpointError(
+            "a resumed run must draw the same prompts in the same order, and these changed "
+            f"(checkpoint -> now): {', '.join(differing)}; restore them or start a new run"
+        )
+
+
+def _setting(kind: str) -> str:
+    return "in a plain order" if kind == PLAIN else f"by data.{kind}"
 
 
 def rank_share(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megappo.config import Config
+from megappo.data.curriculum import CurriculumSampler
 from megappo.rollout.worker import RolloutWorker
 from megappo.trainer.collect import Collector, DrawnSource, Finisher, GreedyFinisher, Source
 from megappo.trainer.dynamic_sampling import DynamicSource
@@ -23,6 +24,8 @@ def make_collector(
         rollouts=rollouts,
         scorer=scorer,
         mini_batch_prompts=config.actor.mini_batch_size,
+        sources=found.train_sources,
+        curriculum=found.sampler if isinstance(found.sampler, CurriculumSampler) else None,
     )
     return Collector(
         source=_source(config, drawn),

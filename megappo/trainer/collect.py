@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from megappo.data.curriculum import CurriculumSampler
 from megappo.data.prompts import PromptDataset
-from megappo.data.sampler import PromptSampler, rank_share
+from megappo.data.sampler import Sampler, rank_share
+from megappo.distributed.exchange import gather_equal
 from megappo.distributed.metrics import Tally
 from megappo.distributed.parallel import ParallelContext
 from megappo.rollout.worker import RolloutWorker
@@ -62,16 +64,24 @@ class DrawnSource:
 
     context: ParallelContext
     dataset: PromptDataset
-    sampler: PromptSampler
+    sampler: Sampler
     rollouts: RolloutWorker
     scorer: BatchScorer
     mini_batch_prompts: int
     """over all DP ranks"""
+    sources: Sequence[str] = ()
+    """every data_source that may occur; shares are counted where there are several"""
+    curriculum: CurriculumSampler | None = None
+    """the sampler, if it is to know of scores"""
 
     @property
     def means(self) -> Sequence[str]:
         """See `Source`."""
-        return self.scorer.means
+        return (*self.scorer.means, *map(share_of, self._counted))
+
+    @property
+    def _counted(self) -> Sequence[str]:
+        return self.sources if len(self.sources) > 1 else ()
 
     def collect(self, scope: StepScope) -> RolloutBatch:
         """See `Source`."""
@@ -92,6 +102,7 @@ class DrawnSource:
             dp_size=self.context.dp,
         )
         prompts = PromptBatch(epoch=epoch, prompts=tuple(self.dataset.rows(mine)))
+        self._count_sources(prompts, scope.tally)
         with scope.watch.phase("generate"):
             overlap = self.scorer.begin()
             batch = self.rollouts.generate(prompts, step=scope.number, salt=salt, listener=overlap)
@@ -100,7 +111,35 @@ class DrawnSource:
             part = self.rollouts.my_part(len(batch))
             batch = self.scorer.score(batch, part, scope.tally, overlap)
         scope.may_stop()
+        if self.curriculum is not None:
+            self._tell(self.curriculum, rows, batch)
         return batch
+
+    def _count_sources(self, prompts: PromptBatch, tally: Tally) -> None:
+        if not self.context.reports_samples:
+            return
+        for prompt in prompts.prompts:
+            for source in self._counted:
+                tally.add(share_of(source), prompt.data_source == source, 1)
+
+    def _tell(
+        self, curriculum: CurriculumSampler, rows: Sequence[int], batch: RolloutBatch
+    ) -> None:
+        """Every rank's sampler learns the mean score of each row of a whole batch.
+
+        Collective over DP.
+        """
+        assert batch.scores is not None
+        means = batch.scores.double().reshape(-1, self.rollouts.n).mean(dim=-1)
+        everyone = gather_equal(means, self.context.data_group)
+        for dp_rank, scores in enumerate(everyone.tolist()):
+            share = rank_share(
+                rows,
+                mini_batch_size=self.mini_batch_prompts,
+                dp_rank=dp_rank,
+                dp_size=self.context.dp,
+            )
+            curriculum.observe(share, scores)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,3 +195,8 @@ class Collector:
             batch = finisher.finish(batch, scope)
         self.groups.add(batch, scope.tally)
         return batch
+
+
+def share_of(source: str) -> str:
+    """Share of a data source among the prompts that a step drew."""
+    return f"sampling/share/{source}"

@@ -287,10 +287,7 @@ class Run:
         if not sampler.is_at_end:
             return
         rows = sampler.batches_per_epoch * sampler.batch_size
-        text = (
-            f"epoch {sampler.epoch + 1} is over after step {step}: {rows} rows drawn, "
-            f"{sampler.num_rows - rows} left out as no full batch"
-        )
+        text = f"epoch {sampler.epoch + 1} is over after step {step}: {sampler.epoch_in_words()}"
         self.say(f"data       {text}")
         self._event("epoch_over", step, epoch=sampler.epoch + 1, rows=rows)
 

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megappo.data.sampler import PromptSampler
+from megappo.data.sampler import Sampler
 from megappo.distributed.grad_sync import Trainable
 from megappo.distributed.memory_agreement import MemoryAgreement
 from megappo.distributed.metrics import Tally, reduce_tally
@@ -107,7 +107,7 @@ class PPOTrainer:
     """One rank's part of the run. `step_number` counts finished steps."""
 
     context: ParallelContext
-    sampler: PromptSampler
+    sampler: Sampler
     rollouts: RolloutWorker
     collector: Collector
     actor: Actor
@@ -347,6 +347,7 @@ class PPOTrainer:
             "training/skipped_updates": float(sum(u.num_skipped + u.num_empty for u in updates)),
             "training/empty_updates": float(sum(taken.num_empty for taken in updates)),
             "training/epoch": float(self.sampler.epoch),
+            **self.sampler.metrics(),
             "rollout/weight_version": float(self.rollouts.weight_version),
         }
 

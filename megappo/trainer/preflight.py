@@ -7,6 +7,7 @@ are reported together.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +36,7 @@ from megappo.config.checks import BatchPlan, check_device_features, plan_batches
 from megappo.config.findings import Findings
 from megappo.data.identity import file_identities
 from megappo.data.prompts import PromptDataset
-from megappo.data.sampler import PromptSampler
+from megappo.data.sampler import Sampler
 from megappo.distributed import parallel
 from megappo.distributed.environment import LaunchEnvironment
 from megappo.errors import CheckpointError, UserError
@@ -73,7 +74,7 @@ class Preflight:
     train_sources: tuple[str, ...]
     val_set: PromptDataset | None
     val_sources: tuple[str, ...]
-    sampler: PromptSampler
+    sampler: Sampler
     total_steps: int
     end_in_words: str
     """what the end of the run is the end of"""
@@ -206,7 +207,7 @@ def check_here(
     return device, replace(found, warnings=(*found.warnings, *filter(None, [few_files])))
 
 
-def _end_in_words(config: Config, sampler: PromptSampler, total: int) -> str:
+def _end_in_words(config: Config, sampler: Sampler, total: int) -> str:
     batches = sampler.batches_per_epoch
     if not config.trainer.total_steps:
         return (
@@ -309,14 +310,8 @@ def _check_state(
     return (*([text] if moved else []), *config_changes(state, now))
 
 
-def _check_sampler(state: Mapping[str, Any], sampler: PromptSampler) -> None:
-    replica = PromptSampler(
-        sampler.num_rows,
-        batch_size=sampler.batch_size,
-        seed=sampler.seed,
-        shuffle=sampler.shuffle,
-    )
-    replica.load_state_dict(state["sampler"])
+def _check_sampler(state: Mapping[str, Any], sampler: Sampler) -> None:
+    copy.deepcopy(sampler).load_state_dict(state["sampler"])
 
 
 def _warnings(config: Config, specs: Mapping[str, ModelSpec]) -> list[str]:

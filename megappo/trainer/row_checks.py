@@ -10,8 +10,10 @@ from typing import Any
 from megappo.config import Config
 from megappo.config.findings import Findings
 from megappo.config.sections import ModelSection
+from megappo.data.curriculum import CurriculumSampler, Preference
 from megappo.data.prompts import PromptDataset, check_files, read_data_sources
-from megappo.data.sampler import PromptSampler
+from megappo.data.sampler import PromptSampler, Sampler
+from megappo.data.source_shares import SourceSampler
 from megappo.errors import ModelError
 from megappo.models.spec import has_tokenizer
 from megappo.rewards import resolve
@@ -25,7 +27,7 @@ class Rows:
     tokenizer: Any = None
     sets: dict[str, PromptDataset] = field(default_factory=dict)
     sources: dict[str, list[str]] = field(default_factory=lambda: {"train": [], "val": []})
-    sampler: PromptSampler | None = None
+    sampler: Sampler | None = None
     warnings: list[str] = field(default_factory=list)
 
 
@@ -66,7 +68,13 @@ def check_rows(config: Config, found: Findings, *, read_all_rows: bool) -> Rows:
     if num_rows.get("train") is not None:
         rows.sampler = found.attempt(
             partial(_sampler, config, rows.sets.get("train"), num_rows["train"]),
-            needs=("data.train_batch_size", "data.truncation", "data.max_prompt_length"),
+            needs=(
+                "data.train_batch_size",
+                "data.truncation",
+                "data.max_prompt_length",
+                "data.source_weights",
+                "data.curriculum",
+            ),
         )
     return rows
 
@@ -83,15 +91,27 @@ def _check_prompts(
             found.attempt(rows.check_prompts, needs=needs)
 
 
-def _sampler(config: Config, rows: PromptDataset | None, num_rows: int | None) -> PromptSampler:
+def _sampler(config: Config, rows: PromptDataset | None, num_rows: int | None) -> Sampler:
+    """The order that the config asks for; without a tokenizer, so for no run, the plain one."""
     assert num_rows is not None
-    return PromptSampler(
-        num_rows,
-        batch_size=config.data.train_batch_size,
-        seed=config.trainer.seed,
-        shuffle=config.data.shuffle,
-        num_dropped=rows.num_dropped if rows is not None else 0,
-    )
+    data = config.data
+    order: dict[str, Any] = {
+        "batch_size": data.train_batch_size,
+        "seed": config.trainer.seed,
+        "shuffle": data.shuffle,
+        "num_dropped": rows.num_dropped if rows is not None else 0,
+    }
+    if data.source_weights and rows is not None:
+        return SourceSampler(rows.source_of_each(), weights=data.source_weights, **order)
+    if data.curriculum == "score":
+        preference = Preference(
+            target=data.curriculum_target,
+            width=data.curriculum_width,
+            floor=data.curriculum_floor,
+            smoothing=data.curriculum_smoothing,
+        )
+        return CurriculumSampler(num_rows, preference=preference, **order)
+    return PromptSampler(num_rows, **order)
 
 
 def load_tokenizer(model: ModelSection, key: str = "model.path") -> Any:

@@ -6,7 +6,15 @@ import torch
 from megappo.data.sampler import PromptSampler, rank_share
 from megappo.ppo.advantages import group_advantages
 from tests.distributed.launch import run_ranks
-from tests.distributed.workers.dynamic_sampling import BATCH, CASES, MINI, N, scores_of
+from tests.distributed.workers.dynamic_sampling import (
+    BATCH,
+    CASES,
+    MINI,
+    N,
+    curriculum,
+    scores_of,
+    source_of,
+)
 from tests.tiny_run import make_run
 
 pytestmark = pytest.mark.distributed
@@ -147,3 +155,26 @@ def test_dynamic_sampling_is_bounded_and_says_how_much_it_kept(found):
     assert metrics["bounded"]["sampling/rounds"] == 1
     assert metrics["bounded"]["sampling/filled_share"] > 0.5
     assert 1 < metrics["again"]["sampling/rounds"] <= 4
+
+
+def test_a_curriculum_learns_the_same_scores_and_draws_the_same_prompts_in_every_layout(found):
+    sampler, batches = curriculum(), []
+    for _ in range(6):
+        rows = sampler.next_batch()[1]
+        batches.append(rows)
+        pairs = [torch.tensor([row / 24, (row + 1) / 24]) for row in rows]
+        sampler.observe(rows, [pair.double().mean().item() for pair in pairs])
+    assert sorted(row for rows in batches[:3] for row in rows) == list(range(24))
+    for name, ranks in found.items():
+        for rank in ranks:
+            got = rank["curriculum"]
+            dp, dp_rank = (2, ranks.index(rank)) if name == "dp2" else (1, 0)
+            for i, rows in enumerate(batches):
+                mine = rank_share(rows, mini_batch_size=MINI, dp_rank=dp_rank, dp_size=dp)
+                assert got["batches"][i] == mine, (name, i)
+                third = sum(source_of(row) == "third" for row in rows) / BATCH
+                assert got["shares"][i] == {
+                    "sampling/share/third": third,
+                    "sampling/share/other": 1 - third,
+                }
+            assert got["state"] == sampler.state_dict()

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.e2e
 OVERRIDES = [
     "algorithm.adv_estimator=grpo", "algorithm.filter_groups=true",
     "algorithm.max_sampling_rounds=2", "algorithm.mask_truncated=true", "reward.overlong_buffer=2",
-    "actor.policy_loss=gspo", "rollout.engine=megatron",
+    "actor.policy_loss=gspo", "rollout.engine=megatron", "data.curriculum=score",
     "loggers=[console,jsonl]", "checkpoint.export_hf=false", "trainer.val_before_train=false",
 ]  # fmt: skip
 
@@ -76,6 +76,20 @@ def test_groups_that_teach_nothing_are_replaced_up_to_the_bound(runs):
         assert row["sampling/filled_share"] == pytest.approx(max(0.0, 1.0 - kept))
     assert any(row["sampling/filled_share"] > 0 for row in rows)
     assert any(row["actor/grad_norm"] > 0 for row in rows)
+
+
+def test_a_curriculum_knows_the_scores_of_all_batches_drawn(runs):
+    """8 of 64 rows a round, of which none comes again before all were drawn."""
+    rounds = 0.0
+    for row in metrics(runs[0] / "straight").values():
+        rounds += row["sampling/rounds"]
+        assert row["sampling/unseen_rows"] == 64 - 8 * rounds
+        assert 0 <= row["sampling/curriculum_mean_score"] <= 1
+    last = json.loads(
+        (runs[0] / "straight" / "checkpoints" / "step_000004" / "state.json").read_text()
+    )
+    assert last["sampler"]["kind"] == "curriculum"
+    assert last["sampler"]["num_batches"] == rounds
 
 
 def test_a_resumed_run_draws_the_prompts_and_has_the_numbers_of_an_undisturbed_one(runs):

@@ -22,7 +22,7 @@ from megappo.trainer.build import build_roles
 from megappo.trainer.estimate import make_estimator
 from megappo.trainer.preflight import preflight
 from megappo.types import MiniBatch, RolloutBatch
-from tests.distributed.workers.dynamic_sampling import collect_all
+from tests.distributed.workers.dynamic_sampling import collect_all, collect_with_scores
 from tests.distributed.workers.update import made_up, whole_batch
 
 
@@ -78,6 +78,7 @@ def main() -> None:
         {
             "rows": rows,
             "dynamic": collect_all(context),
+            "curriculum": collect_with_scores(context),
             "advantages": advantages,
             "losses": losses,
             "samples": {"mask": batch.response_mask, "scores": batch.scores, "now": now,

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from megappo.data.curriculum import CurriculumSampler, Preference
 from megappo.data.sampler import PromptSampler, rank_share
 from megappo.distributed.metrics import Tally, reduce_tally
 from megappo.distributed.parallel import ParallelContext
-from megappo.trainer.collect import StepScope
+from megappo.trainer.collect import DrawnSource, StepScope
 from megappo.trainer.dynamic_sampling import SALT_STRIDE, DynamicSource
 from megappo.trainer.stopwatch import Stopwatch
 from megappo.types import Completion, Prompt, RolloutBatch, collate
@@ -69,6 +71,64 @@ class MadeUp:
                 )
                 scores.append(score)
         return collate(prompts, completions).with_fields(scores=torch.tensor(scores))
+
+
+def curriculum() -> CurriculumSampler:
+    preference = Preference(target=0.5, width=0.5, floor=0.1, smoothing=0.5)
+    return CurriculumSampler(24, batch_size=BATCH, seed=3, shuffle=True, preference=preference)
+
+
+def source_of(row: int) -> str:
+    return "third" if row % 3 == 0 else "other"
+
+
+def collect_with_scores(context: ParallelContext) -> dict[str, Any]:
+    """Batches that `DrawnSource` draws by scores, which the responses say; no engine answers."""
+
+    def prompts(rows: Sequence[int]) -> list[Prompt]:
+        return [
+            Prompt(
+                row=row,
+                token_ids=(row,),
+                data_source=source_of(row),
+                ground_truth="",
+                extra_info={},
+            )
+            for row in rows
+        ]
+
+    def generate(prompts: Any, **_: Any) -> RolloutBatch:
+        rows = [prompt for prompt in prompts.prompts for _ in range(N)]
+        done = Completion(token_ids=(1,), log_probs=(-1.0,), finish_reason="stop", text="")
+        return collate(rows, [done] * len(rows))
+
+    def score(batch: RolloutBatch, *_: Any) -> RolloutBatch:
+        found = [(prompt.row + i % N) / 24 for i, prompt in enumerate(batch.prompts)]
+        return batch.with_fields(scores=torch.tensor(found))
+
+    parts: dict[str, Any] = {
+        "dataset": SimpleNamespace(rows=prompts),
+        "rollouts": SimpleNamespace(n=N, generate=generate, my_part=range),
+        "scorer": SimpleNamespace(means=(), begin=lambda: None, score=score),
+    }
+    sampler = curriculum()
+    drawn = DrawnSource(
+        context=context,
+        sampler=sampler,
+        curriculum=sampler,
+        mini_batch_prompts=MINI,
+        sources=("other", "third"),
+        **parts,
+    )
+    batches, shares = [], []
+    for number in range(6):
+        tally = Tally()
+        tally.declare(drawn.means)
+        watch = Stopwatch(context.device)
+        scope = StepScope(number=number, salt=0, watch=watch, tally=tally, may_stop=lambda: None)
+        batches.append([prompt.row for prompt in drawn.collect(scope).prompts[::N]])
+        shares.append(dict(reduce_tally(tally, context)))
+    return {"batches": batches, "shares": shares, "state": sampler.state_dict()}
 
 
 def collect_all(context: ParallelContext) -> dict[str, Any]:
