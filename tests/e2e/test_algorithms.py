@@ -34,7 +34,7 @@ def train(root: Path, name: str, *overrides: str) -> str:
 
 def metrics(run_dir: Path) -> dict[int, dict[str, float]]:
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    clocks = ("timing_s/", "perf/", "rollout/sync_")
+    clocks = ("timing_s/", "perf/", "rollout/sync_", "reward/overlap")
     return {row["step"]: {k: v for k, v in row.items() if not k.startswith(clocks)} for row in rows}
 
 
