@@ -260,3 +260,13 @@ def test_rows_left_after_dropping_must_fill_a_batch(long_file, tokenizer):
 def test_an_unknown_truncation_is_refused_before_any_file_is_read(tokenizer):
     with pytest.raises(UserError, match=r"'right'.*known: error, left, drop"):
         PromptDataset("none.parquet", tokenizer, max_prompt_length=1, truncation="right")
+
+
+def test_the_source_of_each_usable_row_is_known_without_rendering(two_files, tmp_path, tokenizer):
+    data = PromptDataset(two_files, tokenizer, **LIMITS)
+    assert data.source_of_each() == ["even", "odd"] * 8
+    assert data.row_groups_read == 0
+    rows = [row(0), row(1, "long " * 100), row(2), row(3)]
+    file = write(tmp_path / "long.parquet", rows)
+    kept = PromptDataset([file], tokenizer, max_prompt_length=64, truncation="drop")
+    assert kept.source_of_each() == ["even", "even", "odd"]
