@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from megappo.distributed.launcher_death import LAUNCHER_PID
 from megappo.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_USAGE
 
 if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 USAGE = "usage: python -m megappo.launch [torchrun options] CONFIG.yaml [section.key=value ...]"
@@ -57,6 +59,16 @@ def start_ranks(options: Sequence[str], arguments: Sequence[str]) -> int:
         options: torchrun's.
         arguments: the run's own, the config first.
     """
+    return run_program(options, ["-m", "megappo.train", *arguments])
+
+
+def run_program(options: Sequence[str], program: Sequence[str]) -> int:
+    """Runs a program on this node's ranks to its end and returns its exit code.
+
+    Args:
+        options: torchrun's.
+        program: a script, or `-m` and a module, with its arguments.
+    """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
@@ -65,13 +77,12 @@ def start_ranks(options: Sequence[str], arguments: Sequence[str]) -> int:
     patience = ["--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S), "--signals-to-handle", SIGNALS]
     if not any(option.startswith(_LOG_OPTIONS) for option in options):
         patience += ["--log-dir", os.devnull]  # torchrun leaves an empty folder behind otherwise
-    args = get_args_parser().parse_args([*patience, *options, "-m", "megappo.train", *arguments])
+    args = get_args_parser().parse_args([*patience, *options, *program])
     os.environ[LAUNCHER_PID] = str(os.getpid())
     try:
         run(args)
-    except SignalException:
-        # The ranks had the signal too: each has saved, or was killed and can go on from before.
-        return EXIT_RESUMABLE
+    except SignalException as error:  # the ranks had the signal too, and have ended
+        return _code_after_signal(_exit_codes(error), error.sigval)
     except RendezvousError as error:
         # Of several nodes, at the start or when ranks are to be started again.
         sys.stderr.write(
@@ -92,6 +103,37 @@ def start_ranks(options: Sequence[str], arguments: Sequence[str]) -> int:
                 )
         return first.exitcode if first.exitcode > 0 else EXIT_FAILED
     return EXIT_DONE
+
+
+def _exit_codes(error: SignalException) -> list[int | None]:
+    """Of the ranks that the signal reached; None of one that has not ended.
+
+    Torchrun forgets them. The agent that had the ranks is in the frames that the exception crossed.
+    """
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        agent = frame.f_locals.get("self")
+        if isinstance(agent, LocalElasticAgent) and agent._pcontext is not None:
+            return [rank.proc.poll() for rank in agent._pcontext.subprocess_handlers.values()]
+    return []
+
+
+def _code_after_signal(codes: Sequence[int | None], signal_number: int) -> int:
+    """75 only if the run can go on: the ranks have saved, or the signal met them before they could.
+
+    A save that fails is 1 and a guard's stop 3, with a signal or without: Slurm would requeue 75.
+
+    Args:
+        codes: of the ranks; None of one that was left behind, at a second signal.
+        signal_number: that the launcher passed on.
+    """
+    if not codes or None in codes or -signal_number in codes:
+        return EXIT_RESUMABLE
+    failed = [code for code in codes if code not in (EXIT_DONE, EXIT_RESUMABLE)]
+    if failed:
+        return max((code for code in failed if code is not None and code > 0), default=EXIT_FAILED)
+    return EXIT_RESUMABLE if EXIT_RESUMABLE in codes else EXIT_DONE
 
 
 def _was_killed(failure: ProcessFailure, first: ProcessFailure) -> bool:

@@ -1,9 +1,15 @@
-"""Which of a failed run's ranks the launcher names as ended by somebody else's signal."""
+"""What the launcher makes of its ranks' exit codes, after a failure and after a signal."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from megappo.launch import _was_killed
+from megappo.launch import _code_after_signal, _was_killed
 
 
 def failure(exitcode: int, *, second: int) -> ProcessFailure:
@@ -25,3 +31,53 @@ def failure(exitcode: int, *, second: int) -> ProcessFailure:
 def test_a_rank_was_killed_if_the_launcher_did_not_send_the_signal(exitcode, second, expected):
     first = failure(1, second=100)
     assert _was_killed(failure(exitcode, second=second), first) is expected
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [
+        ([75, 75], 75),
+        ([0, 0], 0),
+        ([1, 1], 1),
+        ([75, 1], 1),
+        ([3, 3], 3),
+        ([1, 3], 3),
+        ([-9, 75], 1),  # in the middle of a save
+        ([-10, 1], 75),  # while they started: the other lost its peer
+        ([None, 75], 75),  # a second signal
+        ([], 75),  # before there were ranks
+    ],
+)
+def test_after_a_signal_only_what_can_go_on_is_75(codes, expected):
+    assert _code_after_signal(codes, signal.SIGUSR1) == expected
+
+
+RANK = """\
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(int(sys.argv[2 + int(os.environ["RANK"])])))
+pathlib.Path(sys.argv[1], os.environ["RANK"]).touch()
+time.sleep(60)
+"""
+
+
+def test_the_ranks_own_codes_reach_the_caller_of_a_signalled_launcher(tmp_path):
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    program = "import sys; from megappo.launch import run_program as r; "
+    program += "sys.exit(r(['--standalone', '--nproc-per-node', '2'], sys.argv[1:]))"
+    started = {}
+    for codes in (("75", "75"), ("75", "1")):
+        ready = tmp_path / "-".join(codes)
+        ready.mkdir()
+        started[ready] = subprocess.Popen(
+            [sys.executable, "-c", program, str(script), str(ready), *codes],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+    deadline = time.monotonic() + 120
+    for ready, launcher in started.items():
+        while len(list(ready.iterdir())) < 2:
+            assert launcher.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        launcher.send_signal(signal.SIGUSR1)
+    assert [launcher.wait(timeout=60) for launcher in started.values()] == [75, 1]
