@@ -66,7 +66,7 @@ def engine(job: Job, gpu: Gpu) -> Engine:
         return Engine(weights=0.0, cache=0.0, cache_tokens=0, share=0.0)
     if rollout.engine == "megatron":
         each = cache_token_bytes(spec, tp=job.layout.tp, dtype=dtype)
-        tokens = min(rollout.max_running_requests, _requests(job)) * job.context_length
+        tokens = min(rollout.max_running_requests, engine_requests(job)) * job.context_length
         return Engine(weights=0.0, cache=tokens * each, cache_tokens=tokens, share=tokens * each)
     weights = float(model_elements(spec, tp=rollout.tp) * DTYPE_BYTES[dtype])
     share = rollout.gpu_memory_utilization * gpu.memory_bytes
@@ -89,10 +89,15 @@ def engine(job: Job, gpu: Gpu) -> Engine:
     )
 
 
-def _requests(job: Job) -> int:
-    """Samples that a rank's engine generates in a step."""
-    engines = max(1, job.world_size // job.config.rollout.tp)
-    return -(-job.generated // engines)
+def engine_tp(job: Job) -> int:
+    """Devices of one engine; the trained weights generate in the trainer's own TP groups."""
+    rollout = job.config.rollout
+    return rollout.tp if rollout.engine == "sglang" else job.layout.tp
+
+
+def engine_requests(job: Job) -> int:
+    """Samples that an engine generates in a step."""
+    return -(-job.generated * engine_tp(job) // job.world_size)
 
 
 def phase_bytes(job: Job, gpu: Gpu, rank: int) -> dict[str, dict[str, float]]:

@@ -29,7 +29,7 @@ from megappo.planner.constants import (
 )
 from megappo.planner.flops import mfu, train_flops
 from megappo.planner.job import HEADS, Job
-from megappo.planner.phases import Engine, cache_token_bytes
+from megappo.planner.phases import Engine, cache_token_bytes, engine_requests, engine_tp
 from megappo.planner.traffic import pass_traffic, push_bytes, ring, update_traffic
 
 _FORWARD = {
@@ -199,8 +199,7 @@ def generate_seconds(job: Job, gpu: Gpu, of_engine: Engine, *, speed: float) -> 
     rollout, spec, dtype = job.config.rollout, job.specs["actor"], job.config.model.dtype
     if rollout.url:
         return 0.0
-    tp = rollout.tp if rollout.engine == "sglang" else job.layout.tp
-    requests = -(-job.generated * tp // job.world_size)
+    tp, requests = engine_tp(job), engine_requests(job)
     response = job.usual - job.config.data.max_prompt_length
     fitting = max(1, of_engine.cache_tokens // job.usual)
     running = max(1, min(requests, rollout.max_running_requests, fitting))

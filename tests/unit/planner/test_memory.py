@@ -110,6 +110,15 @@ def test_an_engine_that_cannot_hold_one_sample_is_named(make_job):
     assert engine(make_job(*SERVERS), H100).share == 0
 
 
+def test_trained_weights_that_generate_have_one_cache_a_tp_group(make_job):
+    job = make_job(
+        "parallel.tp=8", "rollout.engine=megatron", "rollout.tp=1", "rollout.sleep=false",
+        "rollout.max_running_requests=1000",
+    )  # fmt: skip
+    # 512 samples of 4,096 tokens over 64 / 8 groups.
+    assert engine(job, H100).cache_tokens == 64 * 4096
+
+
 def test_offloaded_models_are_on_the_device_one_at_a_time(make_job):
     kept = phase_bytes(make_job(*TP8_PP4), H100, 0)
     away = phase_bytes(make_job(*TP8_PP4, *OFFLOAD), H100, 0)
