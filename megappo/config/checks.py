@@ -314,6 +314,28 @@ def _check_memory_saver(config: Config) -> list[str]:
     ]
 
 
+def check_world_size(layout: ParallelSection, world_size: int) -> list[str]:
+    """Whether a layout divides the ranks; the rule that it breaks, with the numbers."""
+    if world_size < 1:
+        return [f"world size is {world_size}: start at least one rank"]
+    model_ranks = layout.tp * layout.pp * layout.cp
+    degrees = f"TP {layout.tp} x PP {layout.pp} x CP {layout.cp} = {model_ranks}"
+    if world_size % model_ranks:
+        return [
+            f"parallel: {world_size} ranks cannot be split by {degrees}: the world size must be a "
+            f"multiple of it (TP x PP x CP x DP); start {model_ranks} or a multiple, "
+            "or change parallel.*"
+        ]
+    expert_ranks = layout.expert_tp * layout.ep * layout.pp
+    if world_size % expert_ranks:
+        return [
+            f"parallel: {world_size} ranks cannot be split by ETP {layout.expert_tp} x EP "
+            f"{layout.ep} x PP {layout.pp} = {expert_ranks}, as the experts need it; start a "
+            "multiple of it, or change parallel.ep or parallel.etp"
+        ]
+    return []
+
+
 def plan_batches(
     config: Config, world_size: int, *, local_world_size: int | None = None
 ) -> tuple[BatchPlan | None, list[str]]:
@@ -325,23 +347,9 @@ def plan_batches(
         local_world_size: ranks of a node; None where all are on one.
     """
     layout = config.parallel
-    if world_size < 1:
-        return None, [f"world size is {world_size}: start at least one rank"]
+    if problems := check_world_size(layout, world_size):
+        return None, problems
     model_ranks = layout.tp * layout.pp * layout.cp
-    degrees = f"TP {layout.tp} x PP {layout.pp} x CP {layout.cp} = {model_ranks}"
-    if world_size % model_ranks:
-        return None, [
-            f"parallel: {world_size} ranks cannot be split by {degrees}: the world size must be a "
-            f"multiple of it (TP x PP x CP x DP); start {model_ranks} or a multiple, "
-            "or change parallel.*"
-        ]
-    expert_ranks = layout.expert_tp * layout.ep * layout.pp
-    if world_size % expert_ranks:
-        return None, [
-            f"parallel: {world_size} ranks cannot be split by ETP {layout.expert_tp} x EP "
-            f"{layout.ep} x PP {layout.pp} = {expert_ranks}, as the experts need it; start a "
-            "multiple of it, or change parallel.ep or parallel.etp"
-        ]
     dp = world_size // model_ranks
     problems = _check_rollout_groups(config.rollout.tp, world_size, local_world_size or world_size)
     problems += check_number_of_servers(config.rollout.url, world_size)

@@ -7,11 +7,14 @@ import json
 import sys
 from dataclasses import asdict
 
+from megappo.config.checks import check_world_size
+from megappo.config.layout import ParallelSection
 from megappo.config.load import read
 from megappo.distributed import network, parallel
 from megappo.distributed.environment import LaunchEnvironment
 from megappo.distributed.launcher_death import die_with_launcher
 from megappo.distributed.network import Network
+from megappo.distributed.node_network import choose_gloo_interface
 from megappo.distributed.parallel import Degrees
 from megappo.errors import EXIT_DONE, UserError
 
@@ -20,14 +23,18 @@ def report(args: argparse.Namespace) -> int:
     """Joins the ranks, measures, prints. Collective over the world.
 
     Raises:
-        UserError: a mistake in the config, or a world that its layout does not divide.
+        UserError: a mistake in the config, a world that its layout does not divide, or a device or
+            network that is not there.
     """
     launch = LaunchEnvironment.read()
     die_with_launcher()
     config, mistakes = read(args.config, args.overrides)
     mistakes.raise_any()
     device = parallel.resolve_device(config.device)
-    _check_world(config.parallel.tp, config.parallel.pp, config.parallel.cp, launch.world_size)
+    parallel.check_device(device, launch)
+    _check_world(config.parallel, launch.world_size)
+    if launch.num_nodes > 1:  # as in a run
+        choose_gloo_interface(launch.address)
     context = parallel.start(
         launch,
         Degrees.of(config.parallel),
@@ -43,17 +50,14 @@ def report(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _check_world(tp: int, pp: int, cp: int, world_size: int) -> None:
+def _check_world(layout: ParallelSection, world_size: int) -> None:
     if world_size < 2:
         raise UserError(
             "megappo doctor --network measures between ranks and there is 1: start it with "
             "torchrun --nproc-per-node N -m megappo.cli doctor --network CONFIG"
         )
-    if world_size % (tp * pp * cp):
-        raise UserError(
-            f"parallel: {world_size} ranks cannot be split by TP {tp} x PP {pp} x CP {cp}; start a "
-            f"multiple of {tp * pp * cp}"
-        )
+    if problems := check_world_size(layout, world_size):
+        raise UserError("\n".join(problems))
 
 
 def _json(found: Network) -> str:

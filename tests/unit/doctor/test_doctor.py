@@ -163,6 +163,26 @@ def test_the_command_answers_with_json_and_exit_codes(config_file, capsys):
     assert main(["doctor", "--ranks", "0"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ("parallel.ep=8", "4 ranks cannot be split by ETP 1 x EP 8 x PP 1 = 8"),
+        ("parallel.tp=3", "4 ranks cannot be split by TP 3"),
+    ],
+)
+def test_a_layout_that_does_not_divide_the_ranks_is_refused_before_they_meet(
+    config_file, capsys, monkeypatch, layout, expected
+):
+    place = {
+        "RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
+    }  # fmt: skip
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    assert main(["doctor", str(config_file), "--network", "device=cpu", layout]) == 2
+    assert expected in capsys.readouterr().err
+
+
 # Shared case G05: a process raises its own limit, and says where that is not enough.
 @pytest.mark.parametrize(("hard", "expected"), [(8192, 8192), (300, 300)])
 def test_the_limit_of_open_files_is_raised_as_far_as_it_goes(hard, expected):
