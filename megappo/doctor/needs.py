@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Literal
 
 from megappo.config import Config
+from megappo.config.lora import LoraSection
 from megappo.distributed.cpu_backend import TESTED_MEGATRON
 from megappo.doctor.machine import Machine
 from megappo.errors import ModelError, UserError
 from megappo.models.name_map import hf_names
-from megappo.models.spec import load_spec
+from megappo.models.spec import ModelSpec, load_spec
 from megappo.rollout.file_limit import NEEDED_FILES
 from megappo.rollout.ports import reserve_ports
 
@@ -175,17 +176,38 @@ def _room(config: Config, machine: Machine, *, ranks: int) -> Iterator[Line]:
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Of one checkpoint: for each weight of actor and critic itself, and Adam's three in float32.
+    """Of one checkpoint: for each trained weight itself, and Adam's three in float32.
+
+    Of a model with adapters these alone are saved: an estimate, by their shapes without padding.
 
     Raises:
         ModelError: a model folder cannot be read.
     """
     total = 0
-    for path in (config.model.path, config.critic.path or config.model.path):
+    for role, settings in config.trained_roles.items():
+        path = (config.critic.path if role == "critic" else "") or config.model.path
         spec = load_spec(path, trust_remote_code=config.model.trust_remote_code, files=False)
-        weights = sum(math.prod(shape) for shape in hf_names(spec).values())
+        if settings.lora.rank:
+            weights = _adapter_weights(spec, settings.lora)
+            weights += spec.hidden_size if role == "critic" else 0  # its head is trained too
+        else:
+            weights = sum(math.prod(shape) for shape in hf_names(spec).values())
         total += weights * ((2 if config.model.dtype == "bfloat16" else 4) + 12)
     return total
+
+
+def _adapter_weights(spec: ModelSpec, settings: LoraSection) -> int:
+    """Of all adapters: rank x (inputs + outputs) of each layer that has one."""
+    hidden, ffn = spec.hidden_size, spec.ffn_hidden_size
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    sides = {
+        "linear_qkv": hidden + queries + 2 * keys,
+        "linear_proj": queries + hidden,
+        "linear_fc1": hidden + 2 * ffn,
+        "linear_fc2": ffn + hidden,
+    }
+    wide = sum(sides[target] for target in settings.target_modules)
+    return settings.rank * spec.num_layers * wide
 
 
 def _ports(ranks: int) -> Iterator[Line]:

@@ -122,6 +122,14 @@ def test_a_checkpoints_size_counts_both_models_with_adams_state(config_file, tmp
     assert needs.checkpoint_bytes(config) == 2 * weights * (2 + 12)
     full = load(config_file, ["model.dtype=float32"])
     assert needs.checkpoint_bytes(full) == 2 * weights * (4 + 12)
+    alone = load(config_file, ["algorithm.adv_estimator=grpo", "rollout.n=2"])
+    assert needs.checkpoint_bytes(alone) == weights * (2 + 12)
+    # Rank 2: q k v 8 + 24, o 8 + 8, gate and up 8 + 32, down 16 + 8.
+    adapters = 2 * (32 + 16 + 40 + 24)
+    lora = load(config_file, ["actor.lora.rank=2"])
+    assert needs.checkpoint_bytes(lora) == (adapters + weights) * (2 + 12)
+    both = load(config_file, ["actor.lora.rank=2", "critic.lora.rank=2"])
+    assert needs.checkpoint_bytes(both) == (2 * adapters + 8) * (2 + 12)
 
 
 # Shared case G03: an address that is not known is never replaced by localhost.
