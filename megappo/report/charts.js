@@ -5,6 +5,9 @@ const REPORT = JSON.parse(document.getElementById("data").textContent);
 const COLOURS = ["#1f77b4", "#d6452c", "#2a9d57", "#8f5bbd", "#c98a12", "#16a2b8", "#d1589d", "#6b7280"];
 const PHASE_COLOURS = [...COLOURS, "#9ecae9", "#f2b5a7", "#a6d9b6", "#cdb4e3", "#ecd28b", "#9fdbe4", "#efb7d4", "#c3c8d0"];
 const PANELS = [
+  ["Reward model: loss", ["rm/loss"]], ["Reward model: right pairs", ["rm/accuracy", "val/accuracy"]],
+  ["Reward model: margin", ["rm/margin"]],
+  ["Fine-tuning: loss (nats a token)", ["sft/loss"]], ["Validation loss", ["val/loss"]],
   ["Score", ["critic/score/mean", "val/score/mean"]], ["Rewards", ["critic/rewards/mean"]],
   ["Policy moved (KL, nats)", ["actor/ppo_kl"]], ["KL to the reference (nats)", ["actor/kl_loss"]],
   ["Clipped share", ["actor/pg_clipfrac"]], ["Entropy (nats)", ["actor/entropy"]],

@@ -96,7 +96,7 @@ def _number(value: Any) -> float | None:
 def _event(row: Mapping[str, Any]) -> dict[str, Any]:
     """An event's own sentence, or its details as they stand."""
     details = {k: v for k, v in row.items() if k not in ("time", "step", "kind")}
-    if row.get("kind") == "guard":
+    if row.get("kind") == "guard" and "text" not in row:
         parts = (row.get("reason"), row.get("done"), row.get("detail"))
         text = f"{row.get('action')}: " + "; ".join(str(part) for part in parts if part)
     else:

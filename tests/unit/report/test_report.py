@@ -27,6 +27,13 @@ def test_curves_events_and_state_are_those_of_the_files(tmp_path):
     assert run.notes == []
 
 
+def test_a_guards_event_of_a_supervised_run_is_its_own_sentence(tmp_path):
+    folder = make(tmp_path / "run")
+    event = {"time": 1.0, "kind": "guard", "step": 2, "text": "grad_norm: the update is skipped"}
+    (folder / "events.jsonl").write_text(json.dumps(event) + "\n")
+    assert [e["text"] for e in read_run(folder).events] == [event["text"]]
+
+
 def test_a_killed_runs_torn_lines_are_left_out_and_said(tmp_path):
     folder = make(tmp_path / "run", steps=3)
     with (folder / "metrics.jsonl").open("a") as file:
