@@ -41,6 +41,8 @@ class StepProfiler:
     _memory: int = field(default=0, init=False)
     """bytes of this process when recording began"""
     _ended_early: bool = field(default=False, init=False)
+    _problem: str = field(default="", init=False)
+    """why the profiler could not be stopped"""
 
     @contextmanager
     def recording(self, step: int) -> Iterator[None]:
@@ -51,15 +53,19 @@ class StepProfiler:
         activities = [ProfilerActivity.CPU]
         if self.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        self._ended_early, self._memory = False, _memory_bytes()
-        recorded = self._profile = profile(activities=activities)
-        recorded.start()
+        self._ended_early, self._problem, self._memory = False, "", _memory_bytes()
+        recorded = profile(activities=activities)
+        try:
+            recorded.start()
+        except RuntimeError as error:
+            self._tell(step, f"the trace of rank {self.rank} could not be started: {error}", 0.0)
+            yield
+            return
+        self._profile = recorded
         try:
             yield
-        except BaseException:
+        finally:
             self._stop()
-            raise
-        self._stop()
         self._write(step, recorded)
 
     def watch(self) -> None:
@@ -71,22 +77,29 @@ class StepProfiler:
     def _stop(self) -> None:
         if self._profile is not None:
             running, self._profile = self._profile, None
-            running.stop()
+            try:
+                running.stop()
+            except RuntimeError as error:
+                self._problem = str(error)
 
     def _write(self, step: int, recorded: profile) -> None:
         """A trace that cannot be written must not end a run."""
         path = self.folder / f"step_{step}_rank_{self.rank}.json.gz"
         started = time.perf_counter()
         try:
+            if self._problem:
+                raise RuntimeError(self._problem)
             self.folder.mkdir(parents=True, exist_ok=True)
             recorded.export_chrome_trace(str(path))
             text = f"trace of rank {self.rank} in {path}"
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # the disk's, and those of PyTorch's profiler
             text = f"the trace of rank {self.rank} could not be written: {error}"
         if self._ended_early:
             text += f"; it ends early, at trainer.profile_max_gb ({self.max_gb:g})"
+        self._tell(step, text, time.perf_counter() - started)
+
+    def _tell(self, step: int, text: str, seconds: float) -> None:
         logging.getLogger(__name__).info("step %d: %s", step, text)
-        seconds = time.perf_counter() - started
         self.report(step, text, {"text": text, "seconds": seconds})
 
 

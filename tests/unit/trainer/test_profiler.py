@@ -73,3 +73,18 @@ def test_a_trace_that_cannot_be_written_is_said_and_ends_nothing(tmp_path):
     with make(tmp_path / "file", told).recording(2):
         torch.ones(4).exp()
     assert "the trace of rank 3 could not be written" in told[0][1]
+
+
+def test_a_profiler_that_does_not_start_is_told_and_the_step_goes_on(tmp_path):
+    told, done = [], []
+    profiler = make(tmp_path, told)
+    with torch.autograd.profiler.emit_itt(), profiler.recording(2):  # there is one of all kinds
+        done.append(2)
+    assert done == [2]
+    ((step, text),) = told
+    assert step == 2
+    assert "could not be started" in text
+    assert list(tmp_path.iterdir()) == []
+    with profiler.recording(2):
+        torch.ones(4).exp()
+    assert [p.name for p in tmp_path.iterdir()] == ["step_2_rank_3.json.gz"]
