@@ -112,13 +112,13 @@ def _rates(config: Config, specs: Mapping[str, ModelSpec], optimizer_steps: int)
             f"actor.optim.lr is {optim.lr:g} for a model of width {large[0].hidden_size}: 1e-7 to "
             "5e-6 is usual, and more has destroyed what the model knew within some steps"
         )
-    for name, settings in (("actor", optim), ("critic", critic)):
-        if settings.lr_warmup_steps >= optimizer_steps > 0:
+    for name, settings in config.trained_roles.items():
+        if settings.optim.lr_warmup_steps >= optimizer_steps > 0:
             yield (
-                f"{name}.optim.lr_warmup_steps is {settings.lr_warmup_steps} and the run has "
+                f"{name}.optim.lr_warmup_steps is {settings.optim.lr_warmup_steps} and the run has "
                 f"{optimizer_steps} optimizer steps: the rate never reaches {name}.optim.lr"
             )
-    if config.algorithm.adv_estimator == "gae" and critic.lr < optim.lr:
+    if config.uses_critic and critic.lr < optim.lr:
         yield (
             f"critic.optim.lr {critic.lr:g} is under actor.optim.lr {optim.lr:g}: advantages then "
             "lag behind the policy; a critic usually learns ten times faster"

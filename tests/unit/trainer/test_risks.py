@@ -80,6 +80,12 @@ def test_a_risky_choice_is_named_with_its_reason(warn, overrides, expected):
     assert expected in found[0]
 
 
+def test_a_critic_that_is_not_trained_is_no_risk(warn):
+    risky = "critic.optim.lr_warmup_steps=400"
+    assert len(warn(risky)) == 1
+    assert warn(risky, "algorithm.adv_estimator=grpo", "rollout.n=4") == []
+
+
 def test_no_kl_alone_is_no_risk_while_both_clips_hold(warn):
     assert warn(NO_KL) == []
 
