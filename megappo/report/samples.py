@@ -1,8 +1,8 @@
 """Samples of a run for its report: some of what `rollouts/` holds, and how all of it is spread.
 
-Bounded: at most `HISTOGRAM_STEPS` files are read a run, and `most` samples are taken along with
-cut texts. Files of steps that are not in the metrics are left over from before a resume, and are
-left out.
+Bounded: at most `HISTOGRAM_STEPS` files are read a run, one at a time, of which two numbers a
+sample are kept; `most` samples are taken along with cut texts. Files of steps that are not in the
+metrics are left over from before a resume, and are left out.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ NUM_BINS = 24
 PROMPT_CHARS, RESPONSE_CHARS, TRUTH_CHARS = 4000, 8000, 300
 MOST_TOKENS = 1024
 
+_COUNTED = ("score", "response_tokens")
 _KEYS = ("row", "score", "data_source", "finish_reason", "response_tokens")
 
 
@@ -42,21 +43,21 @@ def read_samples(run: RunFolder, *, most: int) -> Samples:
     some = spread(files, HISTOGRAM_STEPS)
     if len(some) < len(files):
         run.notes.append(f"distributions are of {len(some)} of {len(files)} steps with samples")
-    by_step = {step: _scored(read_lines(path, run.notes)) for step, path in some}
+    paths = dict(some)
+    by_step = {s: _numbers(_scored(read_lines(p, run.notes))) for s, p in paths.items()}
     num_read = sum(len(rows) for rows in by_step.values())
     steps = spread([s for s, _ in some if by_step[s]], SAMPLE_STEPS)
     shown = [
         _shown(step, row)
         for step in steps
-        for row in by_step[step][: max(1, most // max(1, len(steps)))]
+        for row in _scored(read_lines(paths[step], []))[: max(1, most // max(1, len(steps)))]
     ][:most]
     if len(shown) < num_read:
         run.notes.append(
             f"{len(shown)} samples of {len(steps)} steps are shown, of {num_read} that were read; "
             "all are in rollouts/"
         )
-    names = ("score", "response_tokens")
-    histograms = {name: histogram(by_step, name) for name in names if num_read}
+    histograms = {name: histogram(by_step, name) for name in _COUNTED if num_read}
     return Samples(shown=shown, histograms=histograms, num_read=num_read)
 
 
@@ -78,6 +79,11 @@ def _files(run: RunFolder) -> list[tuple[int, Path]]:
 def _scored(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Those with a score and a length that are numbers."""
     return [r for r in rows if _is_number(r.get("score")) and _is_number(r.get("response_tokens"))]
+
+
+def _numbers(rows: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
+    """What distributions are of."""
+    return [{name: row[name] for name in _COUNTED} for row in rows]
 
 
 def _is_number(value: Any) -> bool:

@@ -1,5 +1,6 @@
 import json
 import re
+import tracemalloc
 
 import pytest
 
@@ -72,6 +73,21 @@ def test_samples_and_texts_are_bounded_and_that_is_said(tmp_path, monkeypatch):
         "distributions are of 6 of 12 steps with samples",
         "12 samples of 6 steps are shown, of 36 that were read; all are in rollouts/",
     ]
+
+
+def test_long_samples_are_read_one_file_at_a_time(tmp_path):
+    folder = make(tmp_path / "run", steps=40)
+    for step in range(1, 41):
+        row = {"score": 1.0, "response_tokens": 9, "response": "x" * 200_000}
+        lines = (json.dumps(row) + "\n") * 2
+        (folder / "rollouts" / f"step_{step:06d}.jsonl").write_text(lines)
+    run = read_run(folder)
+    tracemalloc.start()
+    found = read_samples(run, most=40)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (len(found.shown), found.num_read) == (40, 80)
+    assert peak < 6_000_000  # of 16 MB in all, 0.4 MB a file
 
 
 def test_long_runs_are_thinned_with_their_ends_kept(tmp_path, monkeypatch):
