@@ -20,6 +20,9 @@ from megappo.loggers.tracked_run import TrackedRun
 METRICS_A_CALL, PARAMS_A_CALL, PARAM_CHARS = 1000, 100, 6000
 """MLflow's own limits of one request."""
 
+_STEP_TIME = "timing_s/step"
+"""A metric that a run of any kind has in every step."""
+
 T = TypeVar("T")
 
 
@@ -42,6 +45,7 @@ class MlflowLogger:
             self._begin(project, settings)
         else:
             self._client.update_run(self._tracked.id, status="RUNNING")
+            self._tracked.found(self._last_step())
 
     def _begin(self, project: str, settings: LoggerSettings) -> None:
         from mlflow.entities import Param
@@ -54,6 +58,15 @@ class MlflowLogger:
         params = [Param(_name(k), str(v)[:PARAM_CHARS]) for k, v in settings.config.items()]
         for some in _slices(params, PARAMS_A_CALL):
             self._client.log_batch(self._tracked.id, params=some)
+
+    def _last_step(self) -> int:
+        """Newest step of one metric that every step has; -1 if there is none yet."""
+        names = self._client.get_run(self._tracked.id).data.metrics
+        of_all_steps = [n for n in sorted(names) if not n.startswith("val/")]
+        if not of_all_steps:
+            return -1
+        name = _STEP_TIME if _STEP_TIME in names else of_all_steps[0]
+        return max(m.step for m in self._client.get_metric_history(self._tracked.id, name))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds a value to each metric, unless the run has this step."""

@@ -44,6 +44,10 @@ class TrackedRun:
         """Whether the tracker was told this step already."""
         return step <= self.last_step
 
+    def found(self, step: int) -> None:
+        """Takes what the tracker itself says it has: a kill may lie between it and `told`."""
+        self.last_step = max(self.last_step, step)
+
     def told(self, step: int) -> None:
         """Notes that the tracker has the step."""
         self.last_step = step

@@ -97,6 +97,17 @@ def test_mlflow_has_each_step_once_also_after_a_resume_and_a_roll_back(tmp_path)
     assert (run.info.run_name, run.info.status) == ("first", "FINISHED")
 
 
+def test_mlflow_has_a_step_once_that_was_written_and_not_noted(tmp_path):
+    """A kill lies between MLflow's answer and our note of it."""
+    write(tmp_path, "mlflow", [(1, 0.1), (2, 0.2)])
+    note = tmp_path / "mlflow_run.json"
+    note.write_text(note.read_text().replace('"last_step": 2', '"last_step": 1'))
+    write(tmp_path, "mlflow", [(2, 0.2), (3, 0.3)], first_step=2).close()
+    client, (run,) = mlflow_runs(tmp_path)
+    history = client.get_metric_history(run.info.run_id, "critic/score/mean")
+    assert [m.step for m in history] == [1, 2, 3]
+
+
 def test_a_run_that_starts_anew_is_a_new_one_in_the_tracker(tmp_path):
     for value in (0.1, 0.7):
         write(tmp_path, "mlflow", [(1, value)]).close()
