@@ -37,6 +37,27 @@ def check_algorithm(config: Config) -> list[str]:
     return problems
 
 
+def check_kl_rules(config: Config) -> list[str]:
+    """Rules with the action raise_kl_coef, where there is no coefficient that it could raise."""
+    algorithm, actor = config.algorithm, config.actor
+    if actor.use_kl_loss and actor.kl_loss_coef > 0:
+        return []
+    why = "no KL is in use"
+    if algorithm.use_kl_in_reward and algorithm.kl_ctrl == "adaptive":
+        why = "algorithm.kl_ctrl adaptive steers against what it would raise (lower target_kl)"
+    elif algorithm.use_kl_in_reward and algorithm.kl_coef > 0:
+        return []
+    elif algorithm.use_kl_in_reward:
+        why = "algorithm.kl_coef is 0, and times a factor it stays so"
+    return [
+        f"guard.rules.{name}.action is 'raise_kl_coef': {why}; set algorithm.use_kl_in_reward=true "
+        "with kl_ctrl=fixed and a kl_coef over 0, or actor.use_kl_loss=true with a kl_loss_coef "
+        "over 0"
+        for name, rule in config.guard.rules.items()
+        if rule.action == "raise_kl_coef"
+    ]
+
+
 def _check_no_critic(config: Config) -> list[str]:
     """What speaks of a critic that is not built."""
     name = config.algorithm.adv_estimator

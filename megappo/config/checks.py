@@ -11,7 +11,7 @@ import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megappo.config.algorithm_checks import check_algorithm
+from megappo.config.algorithm_checks import check_algorithm, check_kl_rules
 from megappo.config.layout import MemorySection, ParallelSection
 from megappo.config.learning import ActorSection, CriticSection
 from megappo.config.reward_model import RewardModelSection
@@ -103,12 +103,7 @@ def check_sections(config: Config) -> list[str]:
     problems += _check_lora(config)
     problems += _check_ratio(config)
     problems += check_algorithm(config)
-    problems += [
-        f"guard.rules.{name}.action is 'raise_kl_coef': no KL is in use; set "
-        "algorithm.use_kl_in_reward=true, or actor.use_kl_loss=true with a kl_loss_coef over 0"
-        for name, rule in config.guard.rules.items()
-        if rule.action == "raise_kl_coef" and not config.uses_reference
-    ]
+    problems += check_kl_rules(config)
     if rollout.engine == "megatron":
         problems += _check_megatron_engine(config)
     problems += check_servers(config)

@@ -382,3 +382,30 @@ def test_sampling_policies_that_cannot_work_are_refused(make, overrides, message
     with pytest.raises(ConfigError) as caught:
         make(*overrides)
     assert message in str(caught.value)
+
+
+KL_RULE = (
+    "guard.rules.r={metrics: [actor/ppo_kl], above: 1, action: raise_kl_coef, factor: 2}",
+    "actor.use_kl_loss=false",
+)
+IN_REWARD = "algorithm.use_kl_in_reward=true"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        ([], "no KL is in use"),
+        (["actor.use_kl_loss=true", "actor.kl_loss_coef=0"], "no KL is in use"),
+        ([IN_REWARD, "algorithm.kl_coef=0"], "algorithm.kl_coef is 0, and times a factor"),
+        ([IN_REWARD, "algorithm.kl_ctrl=adaptive"], "algorithm.kl_ctrl adaptive steers against"),
+    ],
+)
+def test_a_rule_that_raises_kl_needs_a_coefficient_that_it_can_raise(make, overrides, why):
+    with pytest.raises(ConfigError) as caught:
+        make(*KL_RULE, *overrides)
+    assert f"guard.rules.r.action is 'raise_kl_coef': {why}" in str(caught.value)
+
+
+def test_a_rule_that_raises_a_kl_coefficient_over_0_is_taken(make):
+    make(*KL_RULE, IN_REWARD)
+    make(*KL_RULE, IN_REWARD, "algorithm.kl_ctrl=adaptive", "actor.use_kl_loss=true")
