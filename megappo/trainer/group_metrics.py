@@ -37,7 +37,8 @@ class GroupMetrics:
 
         `rollout/group_diversity` is the share of different responses (by token ids) in a group,
         `rollout/zero_variance_groups` the share of groups whose scores are all equal, which teach
-        an estimator that compares siblings nothing.
+        an estimator that compares siblings nothing. Samples without a trained token (cut, and
+        masked for it) are no members of their group, here as there.
         """
         if not self.reports:
             return
@@ -47,10 +48,12 @@ class GroupMetrics:
             tally.add(by_source(prompt.data_source), score, 1)
         if self.n == 1:
             return
+        counted = batch.response_mask.any(dim=-1).tolist()
         for start in range(0, len(batch), self.n):
-            responses = {c.token_ids for c in batch.completions[start : start + self.n]}
-            tally.add(DIVERSITY, len(responses) / self.n, 1)
-            tally.add(ZERO_VARIANCE, len(set(scores[start : start + self.n])) == 1, 1)
+            members = [i for i in range(start, start + self.n) if counted[i]]
+            responses = {batch.completions[i].token_ids for i in members}
+            tally.add(DIVERSITY, len(responses) / max(1, len(members)), bool(members))
+            tally.add(ZERO_VARIANCE, len({scores[i] for i in members}) <= 1, 1)
 
 
 def by_source(source: str) -> str:

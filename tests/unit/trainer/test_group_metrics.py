@@ -26,9 +26,9 @@ SAMPLES = batch_of(
 )
 
 
-def found(metrics):
+def found(metrics, samples=SAMPLES):
     tally = Tally()
-    metrics.add(SAMPLES, tally)
+    metrics.add(samples, tally)
     return {name: total / count for name, (total, count) in tally.sums.items()}
 
 
@@ -41,6 +41,18 @@ def test_groups_and_sources_are_described():
         "train/words/score/mean": 0.25,
     }
     assert set(found(metrics)) | {"train/unseen/score/mean"} == set(metrics.means)
+
+
+def test_masked_samples_are_no_members_of_their_group():
+    mask = SAMPLES.response_mask.clone()
+    mask[2] = False  # the other one of its group has nobody to be compared with
+    figures = found(GroupMetrics(n=2), SAMPLES.with_fields(response_mask=mask))
+    assert figures["rollout/group_diversity"] == 0.75
+    assert figures["rollout/zero_variance_groups"] == 1.0
+    mask[3] = False
+    figures = found(GroupMetrics(n=2), SAMPLES.with_fields(response_mask=mask))
+    assert figures["rollout/group_diversity"] == 0.5  # of the group that has members
+    assert figures["rollout/zero_variance_groups"] == 1.0
 
 
 def test_groups_of_one_have_no_figures_and_one_rank_alone_reports():
