@@ -87,6 +87,12 @@ GSPO_CLIP = 0.01
 def algorithm_warnings(config: Config) -> list[str]:
     """What is allowed and rarely meant."""
     actor, found = config.actor, []
+    if config.algorithm.filter_groups and not config.trainer.total_steps:
+        found.append(
+            "algorithm.filter_groups is true and trainer.total_steps 0: a step draws several "
+            "batches, so trainer.total_epochs counts steps and not passes over the data, of which "
+            "there will be more; set trainer.total_steps"
+        )
     if actor.use_kl_loss and actor.kl_loss_type in ("k1", "kl"):
         found.append(
             "actor.kl_loss_type k1 has a gradient of mean zero: as a loss it does not lower KL; "

@@ -165,6 +165,11 @@ class PromptSampler:
         return order
 
 
+def num_ended(sampler: Sampler) -> int:
+    """Epochs whose last full batch was drawn."""
+    return sampler.epoch + sampler.is_at_end
+
+
 def check_size(num_rows: int, batch_size: int, seed: int, num_dropped: int) -> None:
     """What every order needs.
 

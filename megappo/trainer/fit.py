@@ -16,6 +16,7 @@ import torch
 
 from megappo.checkpoint.snapshot import Snapshot, has_room
 from megappo.config import Config
+from megappo.data.sampler import num_ended
 from megappo.distributed.parallel import all_gather_objects, all_ranks_or_none, any_rank
 from megappo.errors import GuardStop, RanksDifferError, SaveError, StopRequested
 from megappo.loggers import Logger
@@ -108,7 +109,6 @@ class Run:
                 continue
             step = trainer.step_number
             score = val_score(metrics, self.config.reward_model)
-            self._note_epoch(step)
             responder.keep(step)
             is_last = step == self.total_steps
             why = self._stop_agreed()
@@ -137,7 +137,7 @@ class Run:
                 is not counted, and a resumed run draws its prompts again.
         """
         trainer = self.trainer
-        sampler = trainer.sampler.state_dict()
+        sampler, ended_before = trainer.sampler.state_dict(), num_ended(trainer.sampler)
         metrics: dict[str, float] = {}
         given_up: StepAbandoned | MemoryLost | None = None
         try:
@@ -182,8 +182,10 @@ class Run:
         if problem is not None:
             self._event("ranks_differ", step, text=str(problem))
             raise problem
-        taken_back = responder.respond(trainer.guard.after_step(step, metrics))
-        return None if taken_back else metrics
+        if responder.respond(trainer.guard.after_step(step, metrics)):
+            return None
+        self._note_epochs(step, ended_before)
+        return metrics
 
     def _take_back(self, given_up: StepAbandoned | MemoryLost, responder: Responder) -> None:
         """From a step that was not finished to an earlier state. Collective over the world."""
@@ -281,15 +283,17 @@ class Run:
     def _due(self, step: int, every: int) -> bool:
         return every > 0 and step % every == 0
 
-    def _note_epoch(self, step: int) -> None:
-        """Says that the data ended, where it did; another epoch, if any, draws them anew."""
+    def _note_epochs(self, step: int, ended_before: int) -> None:
+        """Says that the data ended, where it did; another epoch, if any, draws them anew.
+
+        A step of several batches (dynamic sampling) may end one before its last, or several.
+        """
         sampler = self.trainer.sampler
-        if not sampler.is_at_end:
-            return
         rows = sampler.batches_per_epoch * sampler.batch_size
-        text = f"epoch {sampler.epoch + 1} is over after step {step}: {sampler.epoch_in_words()}"
-        self.say(f"data       {text}")
-        self._event("epoch_over", step, epoch=sampler.epoch + 1, rows=rows)
+        for epoch in range(ended_before + 1, num_ended(sampler) + 1):
+            text = f"epoch {epoch} is over after step {step}: {sampler.epoch_in_words()}"
+            self.say(f"data       {text}")
+            self._event("epoch_over", step, epoch=epoch, rows=rows)
 
     def _validate(self) -> Mapping[str, float]:
         if self.evaluator is None:

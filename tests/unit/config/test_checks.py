@@ -357,6 +357,12 @@ def test_gspo_with_the_clip_and_the_mean_of_ppo_is_warned_of(make):
     assert not warnings("actor.clip_ratio=0.0003", "actor.loss_agg_mode=seq-mean-token-mean")
 
 
+def test_dynamic_sampling_by_epochs_is_warned_of(make):
+    filtered = ("algorithm.filter_groups=true", "rollout.n=2")
+    assert "there will be more" in " ".join(algorithm_warnings(make(*filtered)))
+    assert not algorithm_warnings(make(*filtered, "trainer.total_steps=5"))
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

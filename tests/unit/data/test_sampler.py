@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from megappo.data.sampler import PromptSampler, rank_share
+from megappo.data.sampler import PromptSampler, num_ended, rank_share
 from megappo.errors import CheckpointError, DataError, UserError
 
 
@@ -124,8 +124,10 @@ def test_shares_that_do_not_divide_are_refused_with_the_numbers(mini_batch_size,
 
 def test_the_last_full_batch_of_an_epoch_is_its_end():
     sampler = PromptSampler(7, batch_size=3, seed=0, shuffle=True)
-    ends = []
+    ends, ended = [], [num_ended(sampler)]
     for _ in range(5):
         sampler.next_batch()
         ends.append(sampler.is_at_end)
+        ended.append(num_ended(sampler))
     assert ends == [False, True, False, True, False]
+    assert ended == [0, 0, 1, 1, 2, 2]  # three batches a step end an epoch in each
