@@ -40,6 +40,9 @@ class Adapter(torch.nn.Module):  # type: ignore[misc]
         settings: rank, alpha and dropout.
         by_outputs: whether TP splits the layer's outputs, or else its inputs.
         seed: of A, which is drawn whole on every rank and cut, so that it is free of the layout.
+
+    Raises:
+        ModelError: the layer has another norm in it than RMSNorm.
     """
 
     def __init__(
@@ -48,6 +51,8 @@ class Adapter(torch.nn.Module):  # type: ignore[misc]
         super().__init__()
         from megatron.core import parallel_state as ps
 
+        if _has_norm(linear):
+            _require_plain_rms_norm(linear.config)
         weight, config = linear.weight, linear.config
         rows, columns = weight.shape
         tp, rank = ps.get_tensor_model_parallel_world_size(), ps.get_tensor_model_parallel_rank()
@@ -245,6 +250,21 @@ def _is_value_head(chunk: Any, name: str) -> bool:
 
 def _has_norm(linear: torch.nn.Module) -> bool:
     return any(name == "layer_norm_weight" for name, _ in linear.named_parameters(recurse=False))
+
+
+def _require_plain_rms_norm(config: Any) -> None:
+    """An adapter repeats the norm that stands in its layer, and knows this one alone.
+
+    Raises:
+        ModelError: it is another one.
+    """
+    zero_centered = config.layernorm_zero_centered_gamma
+    if config.normalization != "RMSNorm" or zero_centered:
+        raise ModelError(
+            "lora.rank is over 0: the layers have their norm in them, and adapters know "
+            f"RMSNorm alone, not normalization {config.normalization} with "
+            f"layernorm_zero_centered_gamma={zero_centered}; set lora.rank=0"
+        )
 
 
 def _draw(rank: int, columns: int, seed: int) -> Tensor:
