@@ -8,10 +8,12 @@ step; at the end of a run there is no next step, so there it is tried once more 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from megappo.checkpoint import layout
 from megappo.checkpoint.store import CheckpointStore, Saved
@@ -185,12 +187,8 @@ class Saver:
 
     def _memory_is_short(self, step: int) -> bool:
         """Whether a copy of all states of this node would not fit; then told once a save."""
-        parameters = [
-            p for m in self.models.values() for c in m.chunks for p in c.module.parameters()
-        ]
-        needed = self.ranks_on_node * sum(
-            p.numel() * (_BYTES_A_PARAMETER + p.element_size()) for p in parameters
-        )
+        modules = [c.module for m in self.models.values() for c in m.chunks]
+        needed = self.ranks_on_node * saved_bytes(modules)
         free = available_bytes()
         if not any_rank(needed > free, self.context):
             return False
@@ -209,3 +207,13 @@ class Saver:
             yield
         finally:
             self._blocked_s += time.perf_counter() - start
+
+
+def saved_bytes(modules: Iterable[torch.nn.Module]) -> int:
+    """Most that a copy of the modules' state takes; frozen weights are in no checkpoint."""
+    return sum(
+        p.numel() * (_BYTES_A_PARAMETER + p.element_size())
+        for module in modules
+        for p in module.parameters()
+        if p.requires_grad
+    )
