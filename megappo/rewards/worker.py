@@ -22,7 +22,6 @@ import json
 import os
 import resource
 import select
-import shutil
 import signal
 import sys
 import tempfile
@@ -34,6 +33,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from megappo.rewards.confine import adopt_orphans, die_with_parent
+from megappo.rewards.folder import remove_tree
 
 Message = dict[str, Any]
 
@@ -209,7 +209,11 @@ class _Child:
         os.close(self._to_child)
         os.close(self._from_child)
         self._to_child = -1
-        shutil.rmtree(self._folder, onerror=_open_up_and_remove)
+        try:
+            remove_tree(self._folder)
+        except (OSError, MemoryError) as error:
+            # The reply matters more; standard error is the rank's log.
+            print(f"{self._folder} is left: {error!r}", file=sys.stderr)  # noqa: T201
 
     def _reap(self) -> None:
         """Takes in every process that has ended; waits a moment if none has."""
@@ -264,16 +268,6 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
         return  # It ended by itself.
-
-
-def _open_up_and_remove(remove: Callable[[str], Any], path: str, _error: Any) -> None:
-    """A folder that was made without rights for its owner."""
-    os.chmod(os.path.dirname(path), 0o700)
-    if os.path.isdir(path):
-        os.chmod(path, 0o700)
-        shutil.rmtree(path)
-    else:
-        remove(path)
 
 
 def _work(

@@ -163,6 +163,7 @@ def test_a_program_over_a_limit_is_counted_as_such(reward, program, limit):
         'import os\nfor fd in range(3, 64):\n    try: os.write(fd, b\'{"stdout": "2"}\\n\')\n'
         "    except OSError: pass",
         "import os\nos.mkdir('locked')\nos.mkdir('locked/in', 0)\nprint('no')",
+        "import os\nfor _ in range(3000):\n    os.mkdir('d')\n    os.chdir('d')",
         "raise KeyboardInterrupt",
         "import ctypes\nctypes.string_at(0)",
     ],
