@@ -33,6 +33,13 @@ from megappo.rewards.worker_pool import EndedError, Limits, OverLimitError, Work
 
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*([A-Za-z0-9_+-]*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.M)
 _PYTHON = ("", "python", "python3", "py")
+ENVIRONMENT = frozenset(
+    {
+        *("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "OMP_NUM_THREADS"),
+        *("LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH", "PYTHONHASHSEED"),
+    }
+)
+"""What programs see of the trainer's variables; keys of loggers, hubs and servers are not here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +79,7 @@ def make(settings: CodeRewardSection, *, num_workers: int) -> RewardFunction:
         ),
         num_workers=num_workers,
         settings={"cpu_s": math.ceil(settings.timeout_s), "file_bytes": file_bytes},
+        environment=ENVIRONMENT,
     )
 
     def reward(response: str, ground_truth: str, extra_info: dict[str, Any]) -> float:

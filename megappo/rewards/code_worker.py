@@ -15,6 +15,7 @@ import io
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ def _start(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
     test: dict[str, Any] = request["test"]
     output = _redirect(test.get("stdin", ""))
+    _settle(Path.cwd())
     confine(
         Path.cwd(),
         cpu_s=_settings["cpu_s"],
@@ -67,6 +69,11 @@ def _redirect(stdin: str) -> int:
     sys.dont_write_bytecode = True
     sys.path.insert(0, str(Path.cwd()))
     return output
+
+
+def _settle(folder: Path) -> None:
+    """The only place that the program can write to is its home."""
+    os.environ["HOME"] = os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
 
 
 def _run(program: str, test: Mapping[str, Any]) -> dict[str, Any]:

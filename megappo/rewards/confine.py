@@ -27,7 +27,8 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 # Numbers of system calls: x86_64, aarch64; None where the architecture has no such call.
 _CALLS: dict[str, tuple[int | None, int]] = {
     "fork": (57, -1), "vfork": (58, -1), "execve": (59, 221), "execveat": (322, 281),
-    "socket": (41, 198), "connect": (42, 203), "io_uring_setup": (425, 425),
+    "socket": (41, 198), "socketpair": (53, 199), "connect": (42, 203),
+    "io_uring_setup": (425, 425),
     "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131),
     "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
     "pidfd_open": (434, 434), "pidfd_send_signal": (424, 424), "pidfd_getfd": (438, 438),

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,7 @@ class WorkerPool:
         limits: Limits,
         num_workers: int = 2,
         settings: Mapping[str, Any] | None = None,
+        environment: Container[str] | None = None,
     ) -> None:
         """Starts nothing yet.
 
@@ -77,11 +78,13 @@ class WorkerPool:
             num_workers: Requests at once; threads beyond that queue. A second process starts only
                 when the first is busy.
             settings: For the task, JSON.
+            environment: Variables of this process that they get; None: all.
         """
         assert limits.timeout_s > 0, limits
         assert num_workers >= 1, num_workers
         self.limits = limits
         self._task = task
+        self._environment = environment
         self._settings = {
             **(settings or {}),
             "memory_bytes": limits.memory_bytes,
@@ -104,7 +107,7 @@ class WorkerPool:
         worker = self._idle.get()
         try:
             if worker is None or not worker.alive:
-                worker = _Worker(self._task, self._settings)
+                worker = _Worker(self._task, self._settings, self._environment)
             return worker.ask(request, limits=self.limits)
         finally:
             # Also on errors, or the pool would shrink for ever. None stands for one to be started.
@@ -120,7 +123,7 @@ class WorkerPool:
         worker = self._idle.get()
         try:
             if worker is None or not worker.alive:
-                worker = _Worker(self._task, self._settings)
+                worker = _Worker(self._task, self._settings, self._environment)
             return worker.await_ready()
         finally:
             self._idle.put(worker if worker is not None and worker.alive else None)
@@ -137,12 +140,19 @@ class WorkerPool:
 class _Worker:
     """One running `worker`. After a failure of the pipes it is killed and not used again."""
 
-    def __init__(self, task: str, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, task: str, settings: Mapping[str, Any], environment: Container[str] | None
+    ) -> None:
         self._name = task.rpartition(".")[2]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "megappo.rewards.worker", task],
             # `-m` looks in the working directory first: the package need not be installed.
             cwd=_PACKAGE_ROOT,
+            env={
+                name: value
+                for name, value in os.environ.items()
+                if environment is None or name in environment
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,

@@ -64,6 +64,23 @@ def test_the_last_block_of_python_is_the_program():
     assert code.extract_program("```python\na = 1") is None
 
 
+SEEN = """
+import os, tempfile
+assert os.environ["HOME"] == os.environ["TMPDIR"] == tempfile.gettempdir() == os.getcwd()
+tempfile.TemporaryFile().write(b"x")
+print(sorted(os.environ.keys() & {"WANDB_API_KEY", "HF_TOKEN", "JUDGE_KEY", "LANG"}))
+"""
+
+
+def test_a_program_sees_no_keys_of_the_trainer(monkeypatch):
+    for name in ("WANDB_API_KEY", "HF_TOKEN", "JUDGE_KEY"):
+        monkeypatch.setenv(name, "secret")
+    monkeypatch.setenv("LANG", "C.UTF-8")
+    reward = code.make(CodeRewardSection(timeout_s=10, memory_mb=256), num_workers=1)
+    truth = json.dumps({"inputs": [""], "outputs": ["['LANG']"]})
+    assert reward(in_block(SEEN), truth, {}) == 1
+
+
 def test_partial_scores_the_share_of_tests_passed():
     settings = CodeRewardSection(timeout_s=1, memory_mb=256, partial=True)
     reward = code.make(settings, num_workers=1)
@@ -101,6 +118,7 @@ attempt("mode", lambda: os.chmod(outside + "/there", 0))
 attempt("folder", lambda: os.mkdir(outside + "/folder"))
 attempt("connect", lambda: socket.create_connection(("127.0.0.1", {port})))
 attempt("bind", lambda: socket.socket(socket.AF_UNIX).bind("name"))
+attempt("pair", lambda: socket.socketpair())
 attempt("fork", lambda: os.fork() or os._exit(0))
 attempt("run", lambda: subprocess.run(["true"]))
 attempt("exec", lambda: os.execv("/bin/true", ["true"]))
@@ -136,6 +154,8 @@ def test_the_same_acts_succeed_without_the_confinement(tmp_path):
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
+    for one in socket.socketpair():
+        one.close()
     with socket.create_server(("127.0.0.1", 0)) as server:
         socket.create_connection(server.getsockname()).close()
 
