@@ -33,6 +33,8 @@ from megappo.rewards.worker_pool import EndedError, Limits, OverLimitError, Work
 
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*([A-Za-z0-9_+-]*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.M)
 _PYTHON = ("", "python", "python3", "py")
+FULL_FILES = 64
+"""A program's folder holds as much as this many files of the largest size."""
 ENVIRONMENT = frozenset(
     {
         *("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "OMP_NUM_THREADS"),
@@ -76,6 +78,7 @@ def make(settings: CodeRewardSection, *, num_workers: int) -> RewardFunction:
             memory_bytes=settings.memory_mb * 2**20,
             # As JSON a sign takes up to six.
             max_reply_bytes=6 * file_bytes + 65536,
+            max_folder_bytes=FULL_FILES * file_bytes,
         ),
         num_workers=num_workers,
         settings={"cpu_s": math.ceil(settings.timeout_s), "file_bytes": file_bytes},

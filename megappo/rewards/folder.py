@@ -5,10 +5,15 @@ So nothing here recurses, and removal holds no path: both end at a depth that a 
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import stat
+from collections.abc import Iterator
 from pathlib import Path
+
+_LONGEST_PATH = 3500
+"""Bytes; the system takes 4096, of which one more name may have 256."""
 
 
 def remove_tree(folder: Path) -> None:
@@ -49,3 +54,32 @@ def _opened_up(name: str, folder: int) -> bool:
         return False
     os.chmod(name, 0o700, dir_fd=folder)
     return True
+
+
+def is_over(folder: Path, *, max_bytes: int, max_entries: int) -> bool:
+    """Whether more is in it than may be, or what cannot be seen; it may change meanwhile."""
+    size, number = 0, 0
+    left = [os.fsencode(folder)]
+    while left:
+        for found, path in _entries(left.pop()):
+            number += 1
+            is_folder = stat.S_ISDIR(found.st_mode)
+            size += 0 if is_folder else found.st_size
+            if size > max_bytes or number > max_entries or len(path) > _LONGEST_PATH:
+                return True
+            if is_folder and found.st_mode & stat.S_IRWXU == stat.S_IWUSR | stat.S_IXUSR:
+                return True  # its owner can fill it, and nobody can look into it
+            if is_folder:
+                left.append(path)
+    return False
+
+
+def _entries(path: bytes) -> Iterator[tuple[os.stat_result, bytes]]:
+    """Of a folder, as far as they stay while it is read."""
+    try:
+        with os.scandir(path) as entries:
+            for entry in entries:
+                yield entry.stat(follow_symlinks=False), entry.path
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EACCES):
+            raise

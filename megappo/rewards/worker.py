@@ -3,12 +3,14 @@
 One JSON object a line. In: once the settings, then requests, each with `timeout_s`. Out: once
 `{"ready": facts}` or `{"refused": text}`, then for each request the task's own reply, or one of
 `{"timeout": true}`, `{"out_of_memory": true}`, `{"too_long": bytes}`, `{"too_many": processes}`,
-`{"ended": status}`, `{"garbled": text}` and `{"error": text}`. It ends when stdin closes.
+`{"too_full": true}`, `{"ended": status}`, `{"garbled": text}` and `{"error": text}`. It ends when
+stdin closes.
 
-The process itself only supervises. What a task does happens in a fork, of which it takes three
+The process itself only supervises. What a task does happens in a fork, of which it takes four
 things from outside: time (a child over its time is killed, and the next fork starts with everything
-imported, in milliseconds), the number of processes below it, and the length of a reply. Memory is
-the kernel's limit on address space. Forking is safe here because this process has one thread.
+imported, in milliseconds), the number of processes below it, what its folder holds, and the length
+of a reply. Memory is the kernel's limit on address space. Forking is safe here because this process
+has one thread.
 
 A child dies with the supervisor, by the kernel's hand. Processes that a child leaves behind become
 the supervisor's, which kills them when that child or itself ends. Not covered: a supervisor that
@@ -33,14 +35,14 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from megappo.rewards.confine import adopt_orphans, die_with_parent
-from megappo.rewards.folder import remove_tree
+from megappo.rewards.folder import is_over, remove_tree
 
 Message = dict[str, Any]
 
 START_TIMEOUT_S = 100.0
 """For a child to be ready; less than the pool waits for the supervisor."""
 LOOK_S = 0.1
-"""How often the processes below a child at work are counted."""
+"""How often the processes below a child at work are counted, and what is in its folder."""
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -117,6 +119,7 @@ class _Child:
         requests, self._to_child = os.pipe()
         self._from_child, answers = os.pipe()
         self._received = b""
+        self._num_asked_bytes = 0
         self._status: int | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="megappo-reward-"))
         parent = os.getpid()
@@ -142,6 +145,7 @@ class _Child:
     def ask(self, line: bytes, *, timeout_s: float) -> Message:
         """The child's reply, or what became of the child."""
         deadline = time.monotonic() + timeout_s
+        self._num_asked_bytes = len(line)
         while line:
             try:
                 line = line[os.write(self._to_child, line) :]
@@ -162,6 +166,7 @@ class _Child:
         poll = select.poll()
         poll.register(self._from_child, select.POLLIN)
         poll.register(0, 0)  # reports that the trainer is gone
+        next_look = time.monotonic() + LOOK_S
         while not self._received.endswith(b"\n"):
             left_s = deadline - time.monotonic()
             if left_s <= 0:
@@ -175,10 +180,10 @@ class _Child:
             elif not self.running():
                 # Those that it left behind may hold the pipe open.
                 raise _Lost({"ended": self._status})
-            elif (number := len(_descendants())) > self._settings["max_processes"]:
-                raise _Lost({"too_many": number})
-        if (number := len(_descendants())) > self._settings["max_processes"]:
-            raise _Lost({"too_many": number})
+            if time.monotonic() >= next_look:
+                self._look()
+                next_look = time.monotonic() + LOOK_S
+        self._look()
         line, self._received = self._received, b""
         try:
             reply = json.loads(line)
@@ -187,6 +192,18 @@ class _Child:
         if not isinstance(reply, dict):
             raise _Lost({"garbled": repr(line[:200])})
         return reply
+
+    def _look(self) -> None:
+        if (number := len(_descendants())) > self._settings["max_processes"]:
+            raise _Lost({"too_many": number})
+        max_bytes = self._settings["max_folder_bytes"]
+        # What it was asked may lie there too.
+        if max_bytes is not None and is_over(
+            self._folder,
+            max_bytes=max_bytes + self._num_asked_bytes,
+            max_entries=self._settings["max_folder_entries"],
+        ):
+            raise _Lost({"too_full": True})
 
     def _take(self) -> None:
         part = os.read(self._from_child, 65536)

@@ -53,6 +53,9 @@ class Limits:
     max_processes: int = 1
     """At work for one request."""
     max_reply_bytes: int = 1024**2
+    max_folder_bytes: int | None = None
+    """In the folder of a request, beyond the request itself; None: not looked at."""
+    max_folder_entries: int = 1000
 
 
 class WorkerPool:
@@ -90,6 +93,8 @@ class WorkerPool:
             "memory_bytes": limits.memory_bytes,
             "max_processes": limits.max_processes,
             "max_reply_bytes": limits.max_reply_bytes,
+            "max_folder_bytes": limits.max_folder_bytes,
+            "max_folder_entries": limits.max_folder_entries,
         }
         # Last in, first out: a process that runs is taken before one that has yet to start.
         self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
@@ -196,6 +201,8 @@ class _Worker:
             "timeout": f"took over {limits.timeout_s} s",
             "out_of_memory": f"took over {limits.memory_bytes / 2**20:.0f} MiB of memory",
             "too_many": f"had over {limits.max_processes} process(es)",
+            "too_full": f"filled its folder (over {limits.max_folder_bytes} bytes, or "
+            f"{limits.max_folder_entries} files and folders)",
             "too_long": f"said over {limits.max_reply_bytes} bytes",
         }
         for word, text in over.items():

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from megappo.rewards.folder import remove_tree
+from megappo.rewards.folder import is_over, remove_tree
 
 DEPTH = 3000
 
@@ -45,3 +45,25 @@ def test_a_folder_is_removed_however_deep_wide_and_locked_it_is(tmp_path):
 def test_what_cannot_be_removed_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="absent"):
         remove_tree(tmp_path / "absent")
+
+
+def test_a_folder_is_over_by_bytes_by_entries_and_by_what_cannot_be_seen(tmp_path):
+    def over(max_bytes=100, max_entries=4):
+        return is_over(tmp_path, max_bytes=max_bytes, max_entries=max_entries)
+
+    below = tmp_path / "a" / "b"
+    below.mkdir(parents=True)
+    (below / "file").write_bytes(b"x" * 100)
+    (below / "link").symlink_to(below)
+    assert not over(100 + len(str(below)))
+    assert over(99)
+    assert over(1000, max_entries=3)
+    os.close(nest(below, 50, "n" * 200))
+    assert over(10**6, 10**6)
+    remove_tree(tmp_path / "a")
+    assert not over()
+    (tmp_path / "locked").mkdir(0)
+    assert not over()  # nobody can fill it
+    (tmp_path / "hidden").mkdir(0o300)
+    assert over()
+    (tmp_path / "hidden").chmod(0o700)
