@@ -51,13 +51,13 @@ def run(args: argparse.Namespace) -> int:
         from megappo.doctor.network_report import report
 
         return report(args)
-    from megappo.config.load import read
+    from megappo.config.load import read_any
     from megappo.doctor.machine import look
     from megappo.doctor.needs import needs
 
     config = None
     if args.config is not None:
-        config, mistakes = read(args.config, args.overrides)
+        config, mistakes = read_any(args.config, args.overrides)
         mistakes.raise_any()
     machine = look()
     ranks = args.ranks or len(machine.gpus) or 1

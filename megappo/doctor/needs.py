@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megappo.config import Config
+from megappo.config import Config, SupervisedConfig
 from megappo.config.lora import LoraSection
 from megappo.distributed.cpu_backend import TESTED_MEGATRON
 from megappo.doctor.machine import Machine
@@ -26,6 +26,9 @@ _ENGINE_BYTES = 3 * GIB // 2
 """Host memory of an engine's three processes, without weights (measured on CPU)."""
 
 
+AnyConfig = Config | SupervisedConfig
+
+
 @dataclass(frozen=True, kw_only=True)
 class Line:
     """One need: what it is, what was found, and, if that is not enough, what to do."""
@@ -37,16 +40,17 @@ class Line:
 
 
 def needs(
-    config: Config, machine: Machine, *, ranks: int, environment: Mapping[str, str] = os.environ
+    config: AnyConfig, machine: Machine, *, ranks: int, environment: Mapping[str, str] = os.environ
 ) -> list[Line]:
-    """Every need of a run with `ranks` ranks on this machine."""
+    """Every need of a run with `ranks` ranks on this machine; engines are PPO's alone."""
     on_cuda = config.device == "cuda" or (config.device == "auto" and bool(machine.gpus))
     return [
         *_device(config, machine, ranks=ranks, on_cuda=on_cuda),
         *_packages(config, machine, on_cuda=on_cuda),
-        *_limits(config, machine, ranks=ranks, on_cuda=on_cuda),
+        *_shared_memory(config, machine, ranks=ranks, on_cuda=on_cuda),
+        *(_open_files(machine) if isinstance(config, Config) else ()),
         *_room(config, machine, ranks=ranks),
-        *_ports(ranks),
+        *(_ports(ranks) if isinstance(config, Config) else ()),
         *_nodes(environment),
     ]
 
@@ -57,7 +61,14 @@ def _judge(holds: bool, what: str, found: str, remedy: str) -> Line:
     )
 
 
-def _device(config: Config, machine: Machine, *, ranks: int, on_cuda: bool) -> Iterator[Line]:
+def _starts_sglang(config: AnyConfig) -> bool:
+    """Whether the run has engines' processes of its own."""
+    if not isinstance(config, Config):
+        return False
+    return config.rollout.engine == "sglang" and not config.rollout.url
+
+
+def _device(config: AnyConfig, machine: Machine, *, ranks: int, on_cuda: bool) -> Iterator[Line]:
     if not on_cuda:
         yield Line(state="ok", what="device", found=f"cpu, {machine.num_cpus} cores")
         if ranks > machine.num_cpus:
@@ -89,14 +100,14 @@ def _device(config: Config, machine: Machine, *, ranks: int, on_cuda: bool) -> I
         )  # fmt: skip
 
 
-def _packages(config: Config, machine: Machine, *, on_cuda: bool) -> Iterator[Line]:
+def _packages(config: AnyConfig, machine: Machine, *, on_cuda: bool) -> Iterator[Line]:
     found = machine.packages.get("megatron-core", "")
     yield _judge(
         found == TESTED_MEGATRON, "megatron-core", found or "none",
         f"pip install megatron-core=={TESTED_MEGATRON}: other versions are not tested",
     )  # fmt: skip
     wanted: dict[str, str] = {}
-    if config.rollout.engine == "sglang" and not config.rollout.url:
+    if isinstance(config, Config) and _starts_sglang(config):
         wanted["sglang"] = "bash launch/setup_venv.sh (CPU), or pip install -e .[gpu]"
         if on_cuda:
             wanted["sglang-kernel"] = "pip install -e .[gpu]: it holds SGLang's CUDA kernels"
@@ -124,16 +135,22 @@ def _packages(config: Config, machine: Machine, *, on_cuda: bool) -> Iterator[Li
         )  # fmt: skip
 
 
-def _limits(config: Config, machine: Machine, *, ranks: int, on_cuda: bool) -> Iterator[Line]:
+def _shared_memory(
+    config: AnyConfig, machine: Machine, *, ranks: int, on_cuda: bool
+) -> Iterator[Line]:
     # Two buckets a rank stay there on CPU (rollout.sync_bucket_bytes); on CUDA NCCL takes some.
-    per_rank = GIB // 2 if on_cuda else 2 * config.rollout.sync_bucket_bytes
+    buckets = 2 * config.rollout.sync_bucket_bytes if isinstance(config, Config) else 0
+    per_rank = GIB // 2 if on_cuda else buckets
     needed = ranks * per_rank
     yield _judge(
         machine.shm_free_bytes >= needed, "shared memory",
         f"{gib(machine.shm_free_bytes)} free of {gib(machine.shm_bytes)}, {gib(needed)} needed",
-        "a larger /dev/shm (docker: --shm-size=32g; Kubernetes: an emptyDir of medium Memory), or "
-        "a smaller rollout.sync_bucket_bytes",
+        "a larger /dev/shm (docker: --shm-size=32g; Kubernetes: an emptyDir of medium Memory)"
+        + (", or a smaller rollout.sync_bucket_bytes" if buckets else ""),
     )  # fmt: skip
+
+
+def _open_files(machine: Machine) -> Iterator[Line]:
     soft, hard = machine.open_files_soft, machine.open_files_hard
     yield _judge(
         max(soft, hard) >= NEEDED_FILES, "open files", f"{soft} (hard limit {hard})",
@@ -142,7 +159,7 @@ def _limits(config: Config, machine: Machine, *, ranks: int, on_cuda: bool) -> I
     )  # fmt: skip
 
 
-def _room(config: Config, machine: Machine, *, ranks: int) -> Iterator[Line]:
+def _room(config: AnyConfig, machine: Machine, *, ranks: int) -> Iterator[Line]:
     run_dir = Path(config.trainer.run_dir).absolute()
     nearest = next(p for p in (run_dir, *run_dir.parents) if p.exists())
     free = shutil.disk_usage(nearest).free
@@ -159,8 +176,7 @@ def _room(config: Config, machine: Machine, *, ranks: int) -> Iterator[Line]:
         f"{gib(state)})",
         "another trainer.run_dir, or a smaller checkpoint.keep",
     )  # fmt: skip
-    has_engines = config.rollout.engine == "sglang" and not config.rollout.url
-    needed = ranks * _ENGINE_BYTES if has_engines else 0
+    needed = ranks * _ENGINE_BYTES if _starts_sglang(config) else 0
     yield _judge(
         machine.available_bytes >= needed, "host memory",
         f"{gib(machine.available_bytes)} of {gib(machine.memory_bytes)} can be taken, "
@@ -175,7 +191,7 @@ def _room(config: Config, machine: Machine, *, ranks: int) -> Iterator[Line]:
         )  # fmt: skip
 
 
-def checkpoint_bytes(config: Config) -> int:
+def checkpoint_bytes(config: AnyConfig) -> int:
     """Of one checkpoint: for each trained weight itself, and Adam's three in float32.
 
     Of a model with adapters these alone are saved: an estimate, by their shapes without padding.
@@ -184,16 +200,25 @@ def checkpoint_bytes(config: Config) -> int:
         ModelError: a model folder cannot be read.
     """
     total = 0
-    for role, settings in config.trained_roles.items():
-        path = (config.critic.path if role == "critic" else "") or config.model.path
+    for role, path, lora in _trained(config):
         spec = load_spec(path, trust_remote_code=config.model.trust_remote_code, files=False)
-        if settings.lora.rank:
-            weights = _adapter_weights(spec, settings.lora)
+        if lora.rank:
+            weights = _adapter_weights(spec, lora)
             weights += spec.hidden_size if role == "critic" else 0  # its head is trained too
         else:
             weights = sum(math.prod(shape) for shape in hf_names(spec).values())
         total += weights * ((2 if config.model.dtype == "bfloat16" else 4) + 12)
     return total
+
+
+def _trained(config: AnyConfig) -> list[tuple[str, str, LoraSection]]:
+    """Role, folder and adapters of each model that is trained."""
+    if not isinstance(config, Config):
+        return [("model", config.model.path, LoraSection())]
+    return [
+        (role, (config.critic.path if role == "critic" else "") or config.model.path, made.lora)
+        for role, made in config.trained_roles.items()
+    ]
 
 
 def _adapter_weights(spec: ModelSpec, settings: LoraSection) -> int:

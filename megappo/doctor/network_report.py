@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from megappo.config.checks import check_world_size
 from megappo.config.layout import ParallelSection
-from megappo.config.load import read
+from megappo.config.load import read_any
 from megappo.distributed import network, parallel
 from megappo.distributed.environment import LaunchEnvironment
 from megappo.distributed.launcher_death import die_with_launcher
@@ -28,7 +28,7 @@ def report(args: argparse.Namespace) -> int:
     """
     launch = LaunchEnvironment.read()
     die_with_launcher()
-    config, mistakes = read(args.config, args.overrides)
+    config, mistakes = read_any(args.config, args.overrides)
     mistakes.raise_any()
     device = parallel.resolve_device(config.device)
     parallel.check_device(device, launch)

@@ -13,11 +13,26 @@ from dataclasses import replace
 import pytest
 
 from megappo.cli import main
-from megappo.config import load
+from megappo.config import load, load_any
 from megappo.distributed.network import Network, Pair, rounds
 from megappo.doctor import machine, needs
 from megappo.doctor.machine import Gpu
 from megappo.rollout.file_limit import NEEDED_FILES, file_limit_warning, raise_file_limit
+
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 10,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
+TINY_WEIGHTS = 80 + 256 + 384 + 24
+"""embedding, q k v o 4 x 64, MLP 3 x 128, three norms of 8"""
 
 
 @pytest.fixture
@@ -103,33 +118,37 @@ def test_what_is_too_small_is_named_with_both_numbers(config_file):
 
 def test_a_checkpoints_size_counts_both_models_with_adams_state(config_file, tmp_path):
     (tmp_path / "m").mkdir()
-    sizes = {
-        "model_type": "llama",
-        "vocab_size": 10,
-        "hidden_size": 8,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
-    }
-    (tmp_path / "m" / "config.json").write_text(json.dumps(sizes))
-    # embedding 80, q k v o 4 x 64, MLP 3 x 128, three norms of 8
-    weights = 80 + 256 + 384 + 24
+    (tmp_path / "m" / "config.json").write_text(json.dumps(TINY))
     config = load(config_file)
-    assert needs.checkpoint_bytes(config) == 2 * weights * (2 + 12)
+    assert needs.checkpoint_bytes(config) == 2 * TINY_WEIGHTS * (2 + 12)
     full = load(config_file, ["model.dtype=float32"])
-    assert needs.checkpoint_bytes(full) == 2 * weights * (4 + 12)
+    assert needs.checkpoint_bytes(full) == 2 * TINY_WEIGHTS * (4 + 12)
     alone = load(config_file, ["algorithm.adv_estimator=grpo", "rollout.n=2"])
-    assert needs.checkpoint_bytes(alone) == weights * (2 + 12)
+    assert needs.checkpoint_bytes(alone) == TINY_WEIGHTS * (2 + 12)
     # Rank 2: q k v 8 + 24, o 8 + 8, gate and up 8 + 32, down 16 + 8.
     adapters = 2 * (32 + 16 + 40 + 24)
     lora = load(config_file, ["actor.lora.rank=2"])
-    assert needs.checkpoint_bytes(lora) == (adapters + weights) * (2 + 12)
+    assert needs.checkpoint_bytes(lora) == (adapters + TINY_WEIGHTS) * (2 + 12)
     both = load(config_file, ["actor.lora.rank=2", "critic.lora.rank=2"])
     assert needs.checkpoint_bytes(both) == (2 * adapters + 8) * (2 + 12)
+
+
+def test_a_reward_model_run_needs_no_engines(config_file, tmp_path, capsys):
+    config_file.write_text("task: rm\n" + config_file.read_text())
+    assert main(["doctor", str(config_file), "device=cpu", "--json"]) == 0
+    found = {line["what"] for line in json.loads(capsys.readouterr().out)["needs"]}
+    assert {"device", "megatron-core", "shared memory", "disk of run_dir"} <= found
+    assert not found & {"sglang", "free ports", "open files"}
+    assert main(["doctor", str(config_file), "--network"]) == 2
+    assert "measures between ranks and there is 1" in capsys.readouterr().err
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text(json.dumps(TINY))
+    cuda = load_any(config_file, ["device=cuda"])
+    assert needs.checkpoint_bytes(cuda) == TINY_WEIGHTS * (2 + 12)  # and no critic's
+    lines = lines_of(cuda, machine.look(), ranks=2)
+    assert "transformer-engine" in lines
+    assert "sglang-kernel" not in lines
+    assert "1,024 MiB needed" in lines["shared memory"].found
 
 
 # Shared case G03: an address that is not known is never replaced by localhost.
