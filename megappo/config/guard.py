@@ -14,7 +14,14 @@ from typing import Literal
 from megappo.config.fields import Problems, entries, opt
 
 PPO_UPDATE_METRICS = ("actor/grad_norm", "actor/loss", "critic/grad_norm", "critic/vf_loss")
-SUPERVISED_UPDATE_METRICS = ("rm/grad_norm", "rm/loss", "sft/grad_norm", "sft/loss")
+UPDATE_METRICS_OF = {
+    "rm": ("rm/grad_norm", "rm/loss"),
+    "sft": ("sft/grad_norm", "sft/loss"),
+}
+"""Of training on given answers, by task."""
+
+SUPERVISED_UPDATE_METRICS = (*UPDATE_METRICS_OF["rm"], *UPDATE_METRICS_OF["sft"])
+"""What default rules watch: those of the other task never come."""
 
 UPDATE_METRICS = (*PPO_UPDATE_METRICS, *SUPERVISED_UPDATE_METRICS)
 """Known of each optimizer step before it writes weights; rules judge each of them there."""

@@ -16,6 +16,7 @@ import torch
 
 from megappo.checkpoint.snapshot import Snapshot, has_room
 from megappo.config import Config
+from megappo.config.guard import PPO_UPDATE_METRICS
 from megappo.data.sampler import num_ended
 from megappo.distributed.parallel import all_gather_objects, all_ranks_or_none, any_rank
 from megappo.errors import GuardStop, RanksDifferError, SaveError, StopRequested
@@ -317,7 +318,7 @@ class Run:
         guard = self.trainer.guard
         texts = guard.warnings(metrics)
         if step == 1:
-            texts += guard.unknown_metrics(metrics)
+            texts += guard.unknown_metrics(metrics, of_updates=PPO_UPDATE_METRICS)
         for text in texts:
             self.announce("warning", step, text)
 

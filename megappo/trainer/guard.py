@@ -8,7 +8,7 @@ the end of a step. Left out: rules over several metrics at once, and over trends
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,9 +127,16 @@ class Guard:
         """The rule for a rank without device memory, if it is not switched off."""
         return next(iter(self._judge(step, {OUT_OF_MEMORY: 1.0}, detail=text)), None)
 
-    def unknown_metrics(self, metrics: Mapping[str, float]) -> list[str]:
-        """Rules that can never hold because a step has no such metric, as sentences."""
-        known = {*metrics, *UPDATE_METRICS, OUT_OF_MEMORY, "perf/max_memory_share"}
+    def unknown_metrics(
+        self, metrics: Mapping[str, float], *, of_updates: Collection[str]
+    ) -> list[str]:
+        """Rules that can never hold because a step has no such metric, as sentences.
+
+        Args:
+            metrics: of the first step.
+            of_updates: those that the task's updates have, applied in that step or not.
+        """
+        known = {*metrics, *of_updates, OUT_OF_MEMORY, "perf/max_memory_share"}
         return [
             f"guard.rules.{name} watches {metric}, which the first step does not have"
             for name, rule in self.settings.rules.items()

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megappo.config import SupervisedConfig
-from megappo.config.guard import GuardSection
+from megappo.config.guard import (
+    SUPERVISED_UPDATE_METRICS,
+    UPDATE_METRICS_OF,
+    GuardRule,
+    GuardSection,
+)
 from megappo.distributed.grad_sync import make_trainable
 from megappo.distributed.parallel import ParallelContext
 from megappo.models.spec import ModelSpec
@@ -39,10 +46,19 @@ def build_supervised(
             mini_batch=found.plan.batch_per_dp_rank,
         ),
         guard=Guard(
-            settings=GuardSection(rules=config.guard.rules, max_actions=config.guard.max_actions),
+            settings=GuardSection(rules=rules_of(config), max_actions=config.guard.max_actions),
             comparable=False,
         ),
     )
+
+
+def rules_of(config: SupervisedConfig) -> dict[str, GuardRule]:
+    """The guard's rules; those that watch the updates of both tasks keep their own task's."""
+    both, own = list(SUPERVISED_UPDATE_METRICS), list(UPDATE_METRICS_OF[config.task])
+    return {
+        name: replace(rule, metrics=own) if rule.metrics == both else rule
+        for name, rule in config.guard.rules.items()
+    }
 
 
 def build_learner(

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from megappo.checkpoint.compare import flatten, model_identity
 from megappo.config import SupervisedConfig
+from megappo.config.guard import UPDATE_METRICS_OF
 from megappo.distributed.parallel import all_gather_objects, any_rank
 from megappo.distributed.rank_check import compare_ranks
 from megappo.errors import GuardStop, RanksDifferError, SaveError, StopRequested
@@ -116,6 +117,10 @@ class SupervisedRun:
         metrics["guard/actions"] = float(trainer.guard.num_actions)
         problem = self._compare_ranks(step, metrics)
         self._log(step, metrics)
+        if step == 1:
+            of_updates = UPDATE_METRICS_OF[self.config.task]
+            for text in trainer.guard.unknown_metrics(metrics, of_updates=of_updates):
+                self._announce("warning", step, text)
         if problem is not None:
             self._event("ranks_differ", step, text=str(problem))
             raise problem

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megappo.config.guard import DEFAULT_RULES, GuardRule, GuardSection
+from megappo.config.guard import DEFAULT_RULES, PPO_UPDATE_METRICS, GuardRule, GuardSection
 from megappo.trainer.guard import Guard, StepAbandoned, holds
 from tests.unit.trainer.test_parts import planner
 
@@ -147,7 +147,7 @@ def test_a_row_of_a_metric_that_a_rule_no_longer_watches_is_forgotten():
 
 def test_a_rule_over_a_metric_that_no_step_has_is_told():
     made = guard(typo=GuardRule(metrics=["actor/ppo_lk", "val/x"], above=0.2))
-    assert made.unknown_metrics({"actor/ppo_kl": 0.0}) == [
+    assert made.unknown_metrics({"actor/ppo_kl": 0.0}, of_updates=PPO_UPDATE_METRICS) == [
         "guard.rules.typo watches actor/ppo_lk, which the first step does not have"
     ]
 

@@ -12,6 +12,7 @@ from megappo.config.guard import GuardRule, GuardSection
 from megappo.data.sampler import PromptSampler
 from megappo.errors import GuardStop
 from megappo.trainer.guard import Guard
+from megappo.trainer.supervised.build import rules_of
 from megappo.trainer.supervised.fit import SupervisedRun, export_folder, is_finished
 from megappo.trainer.supervised.trainer import SupervisedTrainer
 
@@ -47,6 +48,47 @@ def test_a_run_without_an_export_is_finished_by_its_last_step(tmp_path):
     assert not is_finished(config, resumed_step=39, total_steps=40)
 
 
+@pytest.mark.parametrize(("task", "other"), [("rm", "sft/loss"), ("sft", "actor/loss")])
+def test_a_rule_over_a_metric_of_another_task_is_told_after_the_first_step(tmp_path, task, other):
+    config = make_config(tmp_path, f"task={task}")
+    own = {f"{task}/grad_norm", f"{task}/loss"}
+    rules = rules_of(config)
+    assert set(rules["non_finite"].metrics) == set(rules["non_finite_again"].metrics) == own
+    rules["mine"] = GuardRule(metrics=[f"{task}/loss", other], above=9.0)
+    guard = Guard(settings=GuardSection(rules=rules), comparable=False)
+    trainer = FirstStep(
+        context=None, train_set=None, val_set=None, sampler=make_sampler(), learner=None,
+        planner=None, guard=guard,
+    )  # fmt: skip
+    told: list[str] = []
+    make_run(config, trainer, say=told.append)._step()
+    assert told == [
+        f"warning    step 1: guard.rules.mine watches {other}, which the first step does not have"
+    ]
+
+
+class FirstStep(SupervisedTrainer):
+    """A step whose update was skipped: it has no loss."""
+
+    def step(self):
+        self.step_number = 1
+        return {"training/epoch": 0.0}
+
+    def validate(self):
+        return {}
+
+
+def make_sampler() -> PromptSampler:
+    return PromptSampler(12, batch_size=4, seed=0, shuffle=True)
+
+
+def make_run(config, trainer, *, saver=None, say=lambda text: None) -> SupervisedRun:
+    return SupervisedRun(
+        config=config, trainer=trainer, saver=saver or NotesState(trainer), loggers=[],
+        records=None, total_steps=3, changes=(), stop_requested=str, say=say, restarts=0,
+    )  # fmt: skip
+
+
 class WithoutModel(SupervisedTrainer):
     """Draws rows and asks the guard, as a step does; there is nothing to update."""
 
@@ -66,10 +108,13 @@ class NotesState:
     def save_now(self, step: int) -> None:
         self.saved.append((step, self.trainer.sampler.state_dict()))
 
+    def take_metrics(self) -> dict[str, float]:
+        return {}
+
 
 def test_a_step_that_a_guard_gave_up_is_drawn_again_after_a_resume(tmp_path):
     rule = GuardRule(metrics=["rm/grad_norm"], non_finite=True, action="save_and_stop")
-    sampler = PromptSampler(12, batch_size=4, seed=0, shuffle=True)
+    sampler = make_sampler()
     sampler.next_batch()
     before = sampler.state_dict()
     trainer = WithoutModel(
@@ -77,10 +122,7 @@ def test_a_step_that_a_guard_gave_up_is_drawn_again_after_a_resume(tmp_path):
         guard=Guard(settings=GuardSection(rules={"nan": rule}), comparable=False), step_number=1,
     )  # fmt: skip
     saver = NotesState(trainer)
-    run = SupervisedRun(
-        config=make_config(tmp_path), trainer=trainer, saver=saver, loggers=[], records=None,
-        total_steps=3, changes=(), stop_requested=str, say=lambda text: None, restarts=0,
-    )  # fmt: skip
+    run = make_run(make_config(tmp_path), trainer, saver=saver)
     with pytest.raises(GuardStop, match="stopped after step 1, state saved"):
         run._step()
     assert saver.saved == [(1, before)]
