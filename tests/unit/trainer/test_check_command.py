@@ -169,6 +169,12 @@ def test_without_weights_the_rest_is_checked_and_it_is_said(root, check, tmp_pat
         ),
         ("actor.optim", ["actor.optim.lr               peak learning rate [1e-06]"]),
         ("data.shuffle", ["allowed   true, false"]),
+        (
+            "training.center_coef",
+            ["training.center_coef (with task: rm or sft)", "default   0.0", "must be 0 or more"],
+        ),
+        ("data", ["data.train_files ", "\nwith task: rm or sft:\ndata.chosen_key "]),
+        ("training", ["training.recompute "]),
     ],
 )
 def test_a_key_is_explained(capsys, key, expected):
@@ -181,6 +187,10 @@ def test_a_key_is_explained(capsys, key, expected):
 def test_an_unknown_key_is_answered_with_the_nearest(capsys):
     assert main(["check", "--explain", "actor.clip_ration"]) == 2
     assert "did you mean actor.clip_ratio?" in capsys.readouterr().err
+    assert main(["check", "--explain", "training.centr_coef"]) == 2
+    assert "did you mean training.center_coef?" in capsys.readouterr().err
+    assert main(["check", "--explain", "nonsense"]) == 2
+    assert "known: actor, algorithm, " in capsys.readouterr().err
     assert main(["check"]) == 2
     assert "needs CONFIG.yaml, or --explain KEY" in capsys.readouterr().err
 
