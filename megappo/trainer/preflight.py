@@ -53,7 +53,7 @@ from megappo.trainer.model_checks import (
     wanted_layers,
 )
 from megappo.trainer.risks import risks
-from megappo.trainer.row_checks import check_rows
+from megappo.trainer.row_checks import check_rows, check_token_ids
 
 __all__ = ["Preflight", "check_here", "model_paths", "preflight", "wanted_layers"]
 
@@ -124,6 +124,9 @@ def preflight(
     if "actor" in specs:
         check_engine(config, specs["actor"], found)
     data = check_rows(config, found, read_all_rows=read_all_rows)
+    if "actor" in specs and data.tokenizer is not None:
+        vocab_size = specs["actor"].vocab_size
+        found.attempt(partial(check_token_ids, data.tokenizer, vocab_size, config.model.path))
     checkpoint = found.attempt(
         partial(check_run_dir, config.trainer.run_dir, resume=config.checkpoint.resume),
         needs=("trainer.run_dir",),

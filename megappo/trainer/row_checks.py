@@ -142,6 +142,30 @@ def load_tokenizer(model: ModelSection, key: str = "model.path") -> Any:
         ) from error
 
 
+def check_token_ids(tokenizer: Any, vocab_size: int, folder: str) -> None:
+    """Whether the model has an embedding for every token; more embeddings than tokens are usual.
+
+    Args:
+        tokenizer: of the folder.
+        vocab_size: of its config.json.
+        folder: for the message.
+
+    Raises:
+        ModelError: naming tokens without one.
+    """
+    beyond = sorted((id_, text) for text, id_ in tokenizer.get_vocab().items() if id_ >= vocab_size)
+    if not beyond:
+        return
+    named = ", ".join(f"{text!r} ({id_})" for id_, text in beyond[:4])
+    more = f" and {len(beyond) - 4} more" if len(beyond) > 4 else ""
+    raise ModelError(
+        f"the tokenizer in model.path {folder} has tokens that its model has no embedding for: "
+        f"{named}{more}; config.json's vocab_size is {vocab_size}, so ids must be under it: copy "
+        "the tokenizer that belongs to the model, or add rows to the model "
+        "(transformers' resize_token_embeddings)"
+    )
+
+
 def _dataset(config: Config, tokenizer: Any, name: str) -> PromptDataset:
     files = config.data.train_files if name == "train" else config.data.val_files
     return PromptDataset(

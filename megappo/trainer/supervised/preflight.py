@@ -46,7 +46,7 @@ from megappo.roles.objectives import AnswerLikelihood, Objective, PairPreference
 from megappo.trainer.micro_batches import token_budget
 from megappo.trainer.model_checks import check_split
 from megappo.trainer.preflight import check_run_dir
-from megappo.trainer.row_checks import load_tokenizer
+from megappo.trainer.row_checks import check_token_ids, load_tokenizer
 
 Gather = Callable[[Scan], list[Scan]]
 """This rank's scan -> those of all ranks."""
@@ -116,7 +116,13 @@ def supervised_preflight(
     objective = make_objective(config)
     found.attempt(partial(_check_budget, config, objective.answers))
     spec = _check_model(config, objective, found, read_weights=read_weights)
-    sets = _check_files(config, found, read_all_rows=read_all_rows)
+    tokenizer = None
+    if has_tokenizer(config.model.path):
+        tokenizer = found.attempt(partial(load_tokenizer, config.model))
+    if spec is not None and tokenizer is not None:
+        path = config.model.path
+        found.attempt(partial(check_token_ids, tokenizer, spec.vocab_size, path))
+    sets = _check_files(config, tokenizer, found, read_all_rows=read_all_rows)
     checkpoint = found.attempt(
         partial(check_run_dir, config.trainer.run_dir, resume=config.checkpoint.resume),
         needs=("trainer.run_dir",),
@@ -188,12 +194,10 @@ def scan_rows(
 
 
 def _check_files(
-    config: SupervisedConfig, found: Findings, *, read_all_rows: bool
+    config: SupervisedConfig, tokenizer: Any, found: Findings, *, read_all_rows: bool
 ) -> dict[str, ExampleDataset]:
-    """Train and validation rows, as far as nothing is wrong with them or the tokenizer."""
-    data, tokenizer = config.data, None
-    if has_tokenizer(config.model.path):
-        tokenizer = found.attempt(partial(load_tokenizer, config.model))
+    """Train and validation rows that nothing is wrong with; without a tokenizer none."""
+    data = config.data
     names = ("data.prompt_key", "data.chosen_key", "data.rejected_key", "data.margin_key")
     sets = {}
     for name, files in (("train", data.train_files), ("val", data.val_files)):

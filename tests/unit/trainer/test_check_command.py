@@ -239,6 +239,25 @@ def test_all_mistakes_of_a_reward_model_run_are_seen_in_one_call(preferences, ro
     assert len(found) == 8
 
 
+@pytest.mark.parametrize("task", ["run", "rm"])
+def test_tokens_without_an_embedding_are_named(task, preferences, root, capsys):
+    folder = root / "small_vocabulary"
+    if not folder.is_dir():
+        shutil.copytree(root / "model", folder)
+        settings = json.loads((folder / "config.json").read_text())
+        # 259 tokens and 261 embeddings fit; 2 fewer than tokens do not.
+        assert settings["vocab_size"] == 261
+        (folder / "config.json").write_text(json.dumps(settings | {"vocab_size": 257}))
+    arguments = [str(root / f"{task}.yaml"), "--no-weights"]
+    assert main(["check", *arguments]) == 0
+    capsys.readouterr()
+    assert main(["check", *arguments, f"model.path={folder}"]) == 2
+    text = capsys.readouterr().err
+    assert "has tokens that its model has no embedding for" in text
+    assert "(257), " in text
+    assert "(258); config.json's vocab_size is 257" in text
+
+
 def test_a_reward_model_run_takes_as_few_ranks_as_nodes_and_layout_allow(preferences, capsys):
     assert main(["check", str(preferences), "--nodes=2", "parallel.tp=2"]) == 0
     shown = capsys.readouterr().out
