@@ -13,10 +13,12 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megappo.config import Config
 from megappo.config.checks import check_sections, plan_batches
 from megappo.config.layout import MemorySection
+from megappo.config.reward_model import RewardModelSection
 from megappo.errors import UserError
 from megappo.models.build import Recompute, check_layout
 from megappo.models.spec import ModelSpec
@@ -220,10 +222,14 @@ def _of_one_sample(config: Config) -> Config:
         config,
         actor=replace(config.actor, micro_batch_size=1),
         critic=replace(config.critic, micro_batch_size=1),
-        reward_model=replace(config.reward_model, micro_batch_size=1)
-        if config.reward_model.path
-        else config.reward_model,
+        reward_model=_scoring(config, micro_batch_size=1),
     )
+
+
+def _scoring(config: Config, **changes: Any) -> RewardModelSection:
+    """The reward model's section, changed where there is a reward model."""
+    section = config.reward_model
+    return replace(section, **changes) if section.path else section
 
 
 def _with_engine(
@@ -303,7 +309,7 @@ def _offloaded(config: Config) -> Config:
         actor=replace(config.actor, memory=away(config.actor.memory)),
         critic=replace(config.critic, memory=away(config.critic.memory)),
         reference=replace(config.reference, param_offload=True),
-        reward_model=replace(config.reward_model, param_offload=True),
+        reward_model=_scoring(config, param_offload=True),
         rollout=replace(config.rollout, sleep=sleeps or config.rollout.sleep),
     )
 
