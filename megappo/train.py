@@ -83,9 +83,9 @@ def _run(process: Process, config_path: str, overrides: Sequence[str]) -> None:
 
 
 if __name__ == "__mp_main__":  # in a process of an engine, before it imports SGLang for seconds
-    from megappo.rollout.sglang_orphans import end_with_parent
+    from megappo.rollout.sglang_orphans import ask_for_end
 
-    end_with_parent()
+    ask_for_end()
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])

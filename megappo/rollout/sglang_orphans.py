@@ -23,7 +23,18 @@ def end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is None or not sys.platform.startswith("linux"):
         return
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    ask_for_end()
     if not parent.is_alive():
         os._exit(1)
+
+
+def ask_for_end() -> None:
+    """Of this process, at its parent's. To be called before SGLang, which takes long to import.
+
+    So early, multiprocessing does not tell who the parent was: `end_with_parent` looks later. Linux
+    only.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")

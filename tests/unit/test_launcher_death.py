@@ -2,11 +2,11 @@
 
 import ctypes
 import multiprocessing
-import runpy
 import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 
 import psutil
 import pytest
@@ -59,22 +59,24 @@ def test_a_rank_ends_with_a_launcher_that_was_killed(when):
 
 
 def signal_at_the_parents_end(connection):
-    """As multiprocessing starts a process of an engine: the main program first, then SGLang."""
     asked = ctypes.c_int()
-    found = []
-    for name in ("megappo.train", "__mp_main__"):
-        runpy.run_module("megappo.train", run_name=name)
-        ctypes.CDLL(None).prctl(2, ctypes.byref(asked))  # PR_GET_PDEATHSIG
-        found.append(asked.value)
-    connection.send((found, "torch" in sys.modules))
+    ctypes.CDLL(None).prctl(2, ctypes.byref(asked))  # PR_GET_PDEATHSIG
+    connection.send((asked.value, "torch" in sys.modules))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's part is Linux's")
-def test_a_process_of_an_engine_asks_for_its_end_before_it_imports_anything_large():
+@pytest.mark.parametrize(
+    ("program", "asked"), [("megappo.train", int(signal.SIGKILL)), ("megappo.registry", 0)]
+)
+def test_a_process_of_an_engine_asks_for_its_end_with_nothing_large_imported(
+    monkeypatch, program, asked
+):
+    """multiprocessing has it load the main program of its parent first, and SGLang then."""
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", find_spec(program))
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=signal_at_the_parents_end, args=(theirs,))
     process.start()
     assert ours.poll(60)
-    assert ours.recv() == ([0, signal.SIGKILL], False)
+    assert ours.recv() == (asked, False)
     process.join()
