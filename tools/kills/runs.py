@@ -25,7 +25,10 @@ import torch
 
 MARKER = "MEGAPPO_KILLED_RUN"
 POLL_S = 0.002
-VARIABLE = ("timing_s/", "perf/", "rollout/sync_", "rollout/engine_restarts", "rollout/aborted")
+VARIABLE = (
+    "timing_s/", "perf/", "reward/overlap", "rollout/sync_", "rollout/engine_restarts",
+    "rollout/aborted",
+)  # fmt: skip
 """Beginnings of metrics that depend on the clock, the machine or the kills themselves."""
 
 
