@@ -116,7 +116,7 @@ def _of_batch(samples: Sequence[Sequence[Any]]) -> list[list[Any]]:
             raise ValueError(f"{len(values)} scores came back for {len(samples)} samples")
     except Exception as error:
         return [_failure(error)] * len(samples)
-    return [_value(value) for value in values]
+    return [_value_or_failure(value) for value in values]
 
 
 async def _of_all_at_once(samples: Sequence[Sequence[Any]]) -> list[list[Any]]:
@@ -155,6 +155,13 @@ def _value(value: Any) -> list[Any]:
     if not math.isfinite(score):
         return _no_score(f"ValueError: a reward must return a finite number, got {score}")
     return [score, ""]
+
+
+def _value_or_failure(value: Any) -> list[Any]:
+    try:
+        return _value(value)
+    except Exception as error:
+        return _failure(error)
 
 
 def _no_score(text: str) -> list[Any]:

@@ -149,7 +149,10 @@ class RemoteReward(GroupReward):
 
 def _checked(score: Any) -> float | Exception:
     if isinstance(score, bool | int | float):
-        return float(score)
+        try:
+            return float(score)
+        except OverflowError as error:
+            return error
     return TypeError(f"a reward server must answer with numbers, got {score!r:.100}")
 
 

@@ -286,7 +286,7 @@ def _run(reward: Reward, samples: Sequence[Sample]) -> list[_Outcome]:
     """Any exception counts: rewards are plug-ins. They are counted, logged and limited."""
     if isinstance(reward, GroupReward):
         try:
-            found = reward.score(samples)
+            found = list(reward.score(samples))
             if len(found) != len(samples):
                 raise ValueError(f"{len(found)} scores came back for {len(samples)} samples")
         except Exception as error:
@@ -307,7 +307,7 @@ def _outcome(value: object) -> _Outcome:
         return _Outcome(error=value, timed_out=isinstance(value, RewardHungError))
     try:
         return _Outcome(score=_checked(value))
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # a plug-in's own kind of number may raise anything
         return _Outcome(error=error)
 
 

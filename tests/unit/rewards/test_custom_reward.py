@@ -39,6 +39,9 @@ async def async_batch(responses):
     await asyncio.sleep(0)
     return [float(text) + 1 for text in responses]
 
+def huge_batch(responses):
+    return [10 ** int(text) for text in responses]
+
 def short_batch(responses):
     return [1.0]
 
@@ -158,6 +161,14 @@ def test_a_batch_function_gets_lists(scorer_of, name, more, batch_size):
 def test_a_batch_of_the_wrong_length_is_an_error_of_all_its_samples(scorer_of):
     with pytest.raises(RuntimeError, match=r"2 of 2 rewards.*1 scores came back for 2 samples"):
         scorer_of("short_batch").score(rows("1", "2"))
+
+
+def test_a_number_too_large_is_an_error_of_its_sample_alone(scorer_of):
+    huge = scorer_of("huge_batch", max_error_rate=0.5)
+    result = huge.score(rows("1", "400"))
+    assert (result.scores, result.errors) == ([10.0, 0.0], 1)
+    with pytest.raises(RuntimeError, match=r"2 of 2 rewards failed.*OverflowError"):
+        huge.score(rows("400", "401"))
 
 
 def test_each_thing_a_reward_does_wrong_ends_as_documented_and_leaves_no_process(scorer_of):

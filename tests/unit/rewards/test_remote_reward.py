@@ -156,8 +156,9 @@ def test_a_time_out_is_an_error_and_counted_among_the_time_outs(server):
 
 
 def test_a_score_that_is_no_number_is_an_error_of_its_sample(server):
-    server.script = ['{"scores": [1, null, "2"]}']
-    one, none, text = reward(server).score([sample()] * 3)
+    server.script = ['{"scores": [1, null, "2", 1' + "0" * 400 + "]}"]
+    one, none, text, huge = reward(server).score([sample()] * 4)
+    assert isinstance(huge, OverflowError)
     assert one == 1.0
     assert "must answer with numbers, got None" in str(none)
     assert "got '2'" in str(text)

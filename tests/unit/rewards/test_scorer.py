@@ -113,6 +113,7 @@ def test_a_rate_of_exactly_the_limit_is_allowed():
         ([1.0, 0.0], "TypeError: a reward must return one number, got [1.0, 0.0] of type list"),
         (float("nan"), "ValueError: a reward must return a finite number, got nan"),
         (float("-inf"), "ValueError: a reward must return a finite number, got -inf"),
+        (10**400, "OverflowError: int too large to convert to float"),
     ],
 )
 def test_a_value_that_is_no_finite_number_is_a_named_error(value, cause, caplog):
@@ -352,6 +353,8 @@ def test_a_sample_that_comes_again_is_scored_again_only_if_it_is_another():
         (lambda samples: [1.0], "ValueError: 1 scores came back for 4 samples"),
         (lambda samples: [1.0, None, 2.0, float("nan")], "TypeError: a reward must return one"),
         (lambda samples: 1 / 0, "ZeroDivisionError"),
+        (lambda samples: [1.0, 10**400, 2.0, 10**400], "2 of 4 .*OverflowError"),
+        (lambda samples: 4, "TypeError: 'int' object is not iterable"),
     ],
 )
 def test_what_a_group_reward_does_wrong_is_named(answer, cause):
