@@ -12,11 +12,14 @@ error of the reward. Proxies of the environment are not used, redirections not f
 from __future__ import annotations
 
 import http.client
+import io
 import json
 import os
+import socket
 import ssl
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,6 +31,40 @@ MAX_ANSWER_BYTES = 64 * 1024**2
 MAX_PAUSE_S = 60.0
 _SAID_CHARACTERS = 300
 _TRY_AGAIN = frozenset({408, 429, *range(500, 600)})
+
+
+def _left_s(deadline: float) -> float:
+    """Raises TimeoutError if there is none."""
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    return left_s
+
+
+class _Timed(io.RawIOBase):
+    """What comes from a socket until the deadline, be it in drops."""
+
+    def __init__(self, raw: io.RawIOBase, sock: socket.socket, deadline: float) -> None:
+        self._raw, self._sock, self._deadline = raw, sock, deadline
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        self._sock.settimeout(_left_s(self._deadline))
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class _TimedResponse(http.client.HTTPResponse):
+    """Headers and body of an answer, all before the deadline."""
+
+    def __init__(self, sock: socket.socket, *args: Any, deadline: float, **more: Any) -> None:
+        super().__init__(sock, *args, **more)
+        self.fp = io.BufferedReader(_Timed(self.fp.detach(), sock, deadline))
 
 
 class RemoteReward(GroupReward):
@@ -104,15 +141,13 @@ class RemoteReward(GroupReward):
         deadline = time.monotonic() + self._settings.timeout_s
         connection = self._connection()
         try:
+            connection.response_class = partial(_TimedResponse, deadline=deadline)  # type: ignore[assignment]
+            connection.connect()
+            connection.sock.settimeout(_left_s(deadline))
             connection.request("POST", self._target, body=body, headers=self._headers)
             response = connection.getresponse()
             answer = b""
             while True:
-                left_s = deadline - time.monotonic()
-                if left_s <= 0:
-                    raise TimeoutError
-                if connection.sock is not None:
-                    connection.sock.settimeout(left_s)
                 part = response.read1(65536)
                 if not part:
                     break

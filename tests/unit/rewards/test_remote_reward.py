@@ -44,6 +44,13 @@ class Handler(BaseHTTPRequestHandler):
                     self.wfile.write(b" ")
                 except OSError:
                     return
+        elif act == "drip headers":
+            while not self.server.stall.wait(0.05):
+                try:
+                    self.wfile.write(b"HTTP/1.1 200 OK\r\n" if not self.close_connection else b"x")
+                    self.close_connection = True
+                except OSError:
+                    return
         elif act == "hang up":
             self.connection.shutdown(socket.SHUT_RDWR)
         elif act == "answer":
@@ -136,7 +143,7 @@ def test_what_stays_wrong_is_a_named_error(server, act, retries, asked, message)
     assert len(server.seen) == asked
 
 
-@pytest.mark.parametrize("act", ["stall", "drip"])
+@pytest.mark.parametrize("act", ["stall", "drip", "drip headers"])
 def test_a_server_that_does_not_come_to_an_end_is_given_up_on_time(server, act):
     server.script = [act] * 2
     started = time.monotonic()
