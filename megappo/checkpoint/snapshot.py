@@ -1,8 +1,9 @@
 """A copy of the training state in this rank's host memory, to go back to without a disk.
 
 Weights, float32 main weights and moments are copied storage by storage, so that everything that is
-a view of them comes back too. Left out: gradients, which a step makes anew, and models under
-`parallel.fsdp`, whose shards Megatron moves by itself: they go back to a checkpoint on disk.
+a view of them comes back too. Left out: gradients, which a step makes anew, frozen weights, which
+none changes, and models under `parallel.fsdp`, whose shards Megatron moves by itself: they go back
+to a checkpoint on disk.
 """
 
 from __future__ import annotations
@@ -77,7 +78,21 @@ def _expected_bytes(model: Trainable) -> int:
         for group in optimizer.param_groups
         for parameter in group["params"]
     )
-    return _memory(model).part_bytes("params") + 12 * mains
+    contents = trained_contents(model, "params").values()
+    weights: int = sum(piece.numel() for pieces in contents for piece in pieces)
+    return weights + 12 * mains
+
+
+def trained_contents(model: Trainable, *parts: Part) -> dict[int, list[torch.Tensor]]:
+    """`Offloader.contents` without the storages that hold frozen weights alone."""
+    parameters = [p for chunk in model.chunks for p in chunk.module.parameters()]
+    frozen = {p.untyped_storage()._cdata for p in parameters if not p.requires_grad}
+    trained = {p.untyped_storage()._cdata for p in parameters if p.requires_grad}
+    return {
+        key: pieces
+        for key, pieces in _memory(model).contents(*parts).items()
+        if key not in frozen - trained
+    }
 
 
 def _memory(model: Trainable) -> Offloader:
@@ -97,7 +112,7 @@ class _ModelCopy:
     def take(self) -> None:
         self._model.settle()
         old, self._bytes = self._bytes, {}
-        for key, pieces in _memory(self._model).contents(*PARTS).items():
+        for key, pieces in trained_contents(self._model, *PARTS).items():
             size = sum(piece.numel() for piece in pieces)
             kept = old.pop(key, None)
             if kept is None or kept.numel() != size:
@@ -115,7 +130,7 @@ class _ModelCopy:
         for optimizer in self._optimizers:
             optimizer.restore()
         # Moments that came into being since are no longer in the optimizer, or not in the copy.
-        pieces = _memory(self._model).contents(*PARTS)
+        pieces = trained_contents(self._model, *PARTS)
         for key, kept in self._bytes.items():
             for part, piece in zip(_like(kept, pieces[key]), pieces[key], strict=True):
                 piece.copy_(part)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megappo.checkpoint.snapshot import Snapshot
 from megappo.config import Config, load
 from megappo.distributed import parallel
 from megappo.distributed.metrics import Tally
@@ -22,6 +23,7 @@ from megappo.models.spec import load_spec
 from megappo.models.weights import named_weights
 from megappo.trainer.build import build_roles
 from megappo.trainer.preflight import model_paths
+from megappo.types import MiniBatch
 from tests.distributed.launch import free_port
 from tests.distributed.workers.resume import minibatch
 from tests.distributed.workers.update import export, share, whole_batch
@@ -60,12 +62,12 @@ def run_layout(config: Config, context: parallel.ParallelContext, out: Path) -> 
     passes = [list(rows) for rows in mini.micro_batches]
     with on_device(actor.trainable.memory, "params"):
         frozen = {name: weight.clone() for name, weight in named_weights(chunks, spec)}
-    norms = []
-    for _ in range(3):
-        with on_device(critic.trainable.memory):
-            norms.append(critic.update(mini, Tally()))
-        with on_device(actor.trainable.memory):
-            norms.append(actor.update(mini, Tally(), is_first=False))
+    norms = update(roles, mini)
+    snapshot = Snapshot(models={name: role.trainable for name, role in roles.items()})
+    snapshot.take({})
+    norms += update(roles, mini) + update(roles, mini)
+    snapshot.restore()
+    norms_again = update(roles, mini) + update(roles, mini)
     for name, role in roles.items():
         role.trainable.memory.load()
         compare_ranks(name, role.trainable.chunks, context)
@@ -73,6 +75,7 @@ def run_layout(config: Config, context: parallel.ParallelContext, out: Path) -> 
     save_hf(chunks, spec, paths["actor"], out / "merged")
     return {
         "norms": norms,
+        "norms_again": norms_again,
         "old": mini.samples.old_log_probs,
         "new": actor.log_probs(batch, passes)[0],
         "reference": reference.log_probs(batch, passes)[0],
@@ -86,6 +89,15 @@ def run_layout(config: Config, context: parallel.ParallelContext, out: Path) -> 
             name: adapter_elements(role.trainable) for name, role in roles.items()
         },
     }
+
+
+def update(roles: dict[str, Any], mini: MiniBatch) -> list[float]:
+    norms = []
+    with on_device(roles["critic"].trainable.memory):
+        norms.append(roles["critic"].update(mini, Tally()))
+    with on_device(roles["actor"].trainable.memory):
+        norms.append(roles["actor"].update(mini, Tally(), is_first=False))
+    return norms
 
 
 def elements(trainable: Any) -> int:
