@@ -5,7 +5,7 @@ import pytest
 from tools.rlhf_check import main
 
 
-def write_runs(root, *, accuracy=0.95, rewards=(0.5, 0.8, 1.0, 1.0)):
+def write_runs(root, *, accuracy=0.95, rewards=(0.5, 0.8, 1.2, 1.3)):
     """Folders of the three runs with the metrics that are looked at; None: it was not finite."""
     sft = [{"val/loss": 0.3}, {"val/loss": 0.1}]
     rm = [{"val/accuracy": 0.5, "val/margin": 0.0}, {"val/accuracy": accuracy, "val/margin": 2.0}]
@@ -22,7 +22,7 @@ def test_a_demo_that_learned_passes_and_shows_its_figures(tmp_path, capsys):
     assert main(write_runs(tmp_path)) == 0
     shown = capsys.readouterr().out
     assert "right order: 0.500 (step 0) -> 0.950 (step 1)" in shown
-    assert "reward of sampled answers: 0.500 (step 1) -> 1.000 (step 4)" in shown
+    assert "reward of sampled answers: 0.500 (step 1) -> 1.300 (step 4)" in shown
 
 
 @pytest.mark.parametrize(
