@@ -17,7 +17,7 @@ LEAST_ACCURACY = 0.9
 """The share of validation pairs in the right order must be over it."""
 
 LEAST_RISE = 0.5
-"""Of the reward of sampled answers. Chance moves the mean of a step's 256 by about 0.12 (standard error)."""
+"""Of the reward of sampled answers; the standard error of a step's mean of 256 is about 0.12."""
 
 LAST_STEPS = 3
 """Steps whose mean is the reward at the end."""
