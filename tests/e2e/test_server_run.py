@@ -23,7 +23,10 @@ SHORT = [
     "trainer.total_steps=3", "trainer.test_freq=0", "trainer.val_before_train=false",
     "trainer.save_freq=0", "checkpoint.export_hf=false", "rollout.verify_sync=always",
 ]  # fmt: skip
-CLOCK = ("timing_s/", "perf/", "rollout/sync_", "rollout/engine_restarts", "rollout/aborted")
+CLOCK = (
+    "timing_s/", "perf/", "reward/overlap", "rollout/sync_", "rollout/engine_restarts",
+    "rollout/aborted",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
