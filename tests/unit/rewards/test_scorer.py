@@ -163,14 +163,14 @@ def test_a_stop_from_the_keyboard_is_not_taken_for_a_failed_reward():
 
 
 QUEUED = """
-import sys, threading, time
+import os, sys, threading, time
 from megappo.config.rewards import RewardSection
 from megappo.registry import Registry
 from megappo.rewards.base import Sample
 from megappo.rewards.scorer import Scorer
 began, registry = threading.Semaphore(0), Registry("reward")
 def slow(response, ground_truth, extra_info):
-    print("begun")
+    os.write(1, b"begun\\n")  # one call, so that the two threads' lines do not mix
     began.release()
     time.sleep(600)
 registry.register("toy")(lambda settings: slow)
