@@ -76,6 +76,8 @@ class RolloutBatch:
     """[B, T] float32, by the engine."""
     scores: Tensor | None = None
     """[B] float32, what the reward gave."""
+    unscored: Tensor | None = None
+    """[B] bool, True where a reward failed: the score is no judgement, and no token is trained."""
     baselines: Tensor | None = None
     """[B] float32, score of the greedy response to the sample's prompt."""
     old_log_probs: Tensor | None = None
@@ -97,6 +99,12 @@ class RolloutBatch:
         return len(self.prompts)
 
     @property
+    def is_scored(self) -> Tensor:
+        """[B] bool, the samples whose score is one."""
+        none = torch.zeros(len(self), dtype=torch.bool)
+        return ~(none if self.unscored is None else self.unscored)
+
+    @property
     def response_lengths(self) -> list[int]:
         """Tokens of each response, trained or not."""
         return [len(c.token_ids) for c in self.completions]
@@ -112,6 +120,11 @@ class RolloutBatch:
     def with_fields(self, **new: Tensor) -> RolloutBatch:
         """A copy with some fields filled."""
         return replace(self, **new)
+
+    def with_scores(self, scores: Tensor, unscored: Tensor) -> RolloutBatch:
+        """A copy with scores ([B]), and without a trained token where `unscored` ([B] bool)."""
+        mask = self.response_mask & ~unscored[:, None]
+        return replace(self, scores=scores, unscored=unscored, response_mask=mask)
 
     def select(self, samples: Sequence[int]) -> RolloutBatch:
         """The given samples in the given order, every field moved alike."""

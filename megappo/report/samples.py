@@ -44,7 +44,13 @@ def read_samples(run: RunFolder, *, most: int) -> Samples:
     if len(some) < len(files):
         run.notes.append(f"distributions are of {len(some)} of {len(files)} steps with samples")
     paths = dict(some)
-    by_step = {s: _numbers(_scored(read_lines(p, run.notes))) for s, p in paths.items()}
+    by_step, num_failed = {}, 0
+    for step, path in paths.items():
+        rows = read_lines(path, run.notes)
+        by_step[step] = _numbers(_scored(rows))
+        num_failed += sum("score" in row and row["score"] is None for row in rows)
+    if num_failed:
+        run.notes.append(f"{num_failed} samples are left out, as their reward failed")
     num_read = sum(len(rows) for rows in by_step.values())
     steps = spread([s for s, _ in some if by_step[s]], SAMPLE_STEPS)
     shown = [

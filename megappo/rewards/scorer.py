@@ -1,9 +1,10 @@
 """Scores responses with the rewards of their rows, and never hides a reward that fails.
 
-A reward that raises, or returns anything but a finite number, scores that response 0 and is counted
-in `ScoreResult.errors`; above `max_error_rate` the batch is refused, for a policy that trains on
-failures of its verifier learns nothing true. Rewards run in threads, and those that may hang in
-processes that can be killed; a reward of a plug-in that runs in a thread brings its own time limit.
+A reward that raises, or returns anything but a finite number, leaves that response without a score:
+it is marked in `ScoreResult.failed` and counted in no mean. Above `max_error_rate` the batch is
+refused, for a policy that trains on failures of its verifier learns nothing true. Rewards run in
+threads, and those that may hang in processes that can be killed; a reward of a plug-in that runs in
+a thread brings its own time limit.
 
 A `Scoring` takes responses as they come, in any order, and gives the same result as if they had
 all come at once: which samples share a call of a group reward follows from their numbers.
@@ -45,14 +46,19 @@ class ScoreResult:
 
     scores: list[float]
     """[B] in the order of the batch: weighted sums, 0 for a part that failed or gave up."""
-    errors: int
-    """Samples of which a reward raised or returned no finite number; sums over ranks."""
+    failed: list[bool]
+    """[B] True where a reward raised or returned no finite number: the score is no judgement."""
     timeouts: int
     """Samples of which a reward was over its limit of time or memory; sums over ranks."""
     per_source: dict[str, tuple[float, int]]
-    """data_source -> (sum of scores, samples), failed ones included; sums over ranks."""
+    """data_source -> (sum of scores, samples), failed ones left out; sums over ranks."""
     per_part: dict[tuple[str, str], tuple[float, int]]
     """(data_source, label) -> (sum without weight, samples), failed ones left out."""
+
+    @property
+    def errors(self) -> int:
+        """Samples that failed; sums over ranks."""
+        return sum(self.failed)
 
     @property
     def error_rate(self) -> float:
@@ -147,7 +153,7 @@ class Scorer:
             if cause not in self._logged:
                 self._logged.add(cause)
                 _log.warning(
-                    "reward %r of data_source %r failed, sample scored 0 (logged once): %s",
+                    "reward %r of data_source %r failed, sample left out (logged once): %s",
                     label,
                     source,
                     _describe(error),
@@ -240,6 +246,7 @@ class Scoring:
         self, samples: Sequence[Sample], outcomes: Mapping[tuple[int, str], _Outcome]
     ) -> ScoreResult:
         scores: list[float] = []
+        failed: list[bool] = []
         per_source: dict[str, tuple[float, int]] = {}
         per_part: dict[tuple[str, str], tuple[float, int]] = {}
         for number, (sample, terms) in enumerate(zip(samples, self._terms, strict=True)):
@@ -251,10 +258,12 @@ class Scoring:
                     part = (sample.data_source, term.label)
                     per_part[part] = _added(per_part.get(part), outcome.score)
             scores.append(total)
-            per_source[sample.data_source] = _added(per_source.get(sample.data_source), total)
+            failed.append(any(outcomes[number, term.label].error is not None for term in terms))
+            if not failed[-1]:
+                per_source[sample.data_source] = _added(per_source.get(sample.data_source), total)
         return ScoreResult(
             scores=scores,
-            errors=len({n for (n, _), o in outcomes.items() if o.error is not None}),
+            failed=failed,
             timeouts=len({n for (n, _), o in outcomes.items() if o.timed_out}),
             per_source=per_source,
             per_part=per_part,

@@ -50,12 +50,13 @@ def add_batch(tally: Tally, batch: RolloutBatch, entropy: Tensor) -> None:
         batch: with every field filled.
         entropy: [B, T], of the actor before the update.
     """
-    mask, scores = batch.response_mask, batch.scores
-    assert scores is not None
+    mask = batch.response_mask
+    assert batch.scores is not None
+    scores = batch.scores[batch.is_scored]
     assert batch.rewards is not None
     count, tokens = len(batch), int(mask.sum())
-    tally.add("critic/score/mean", scores.sum().item(), count)
-    tally.add("critic/rewards/mean", batch.rewards.sum().item(), count)
+    tally.add("critic/score/mean", scores.sum().item(), len(scores))
+    tally.add("critic/rewards/mean", batch.rewards.sum().item(), len(scores))
     for name, values in (
         ("critic/advantages/mean", batch.advantages),
         ("critic/returns/mean", batch.returns),
@@ -69,9 +70,10 @@ def add_batch(tally: Tally, batch: RolloutBatch, entropy: Tensor) -> None:
     tally.add("response_length/mean", sum(batch.response_lengths), count)
     tally.add("response_length/clip_ratio", cut, count)
     tally.add("prompt_length/mean", sum(len(p.token_ids) for p in batch.prompts), count)
-    if count:
+    if len(scores):
         tally.add_max("critic/score/max", scores.max().item())
         tally.add_max("critic/score/neg_min", -scores.min().item())
+    if count:
         tally.add_max("response_length/max", max(batch.response_lengths))
 
 
@@ -93,7 +95,8 @@ def add_mismatch(tally: Tally, sampled: RolloutBatch) -> None:
 def finish(reduced: Mapping[str, float]) -> dict[str, float]:
     """Metrics from reduced means and maxima: a minimum, and the effective sample sizes."""
     found = dict(reduced)
-    found["critic/score/min"] = -found.pop("critic/score/neg_min")
+    if "critic/score/neg_min" in found:  # not if every reward failed
+        found["critic/score/min"] = -found.pop("critic/score/neg_min")
     for level in ("token", "sequence"):
         mean, square = found.pop(f"rollout/{level}_weight"), found.pop(f"rollout/{level}_weight_sq")
         found[f"rollout/eff_sample_size_{level}"] = effective_share(mean, square)

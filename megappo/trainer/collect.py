@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import torch
+
 from megappo.data.curriculum import CurriculumSampler
 from megappo.data.prompts import PromptDataset
 from megappo.data.sampler import Sampler, rank_share
@@ -127,10 +129,11 @@ class DrawnSource:
     ) -> None:
         """Every rank's sampler learns the mean score of each row of a whole batch.
 
-        Collective over DP.
+        NaN where every reward failed; the sampler keeps what it knew. Collective over DP.
         """
         assert batch.scores is not None
-        means = batch.scores.double().reshape(-1, self.rollouts.n).mean(dim=-1)
+        counted = torch.where(batch.is_scored, batch.scores.double(), torch.nan)
+        means = counted.reshape(-1, self.rollouts.n).nanmean(dim=-1)
         everyone = gather_equal(means, self.context.data_group)
         for dp_rank, scores in enumerate(everyone.tolist()):
             share = rank_share(
@@ -168,8 +171,13 @@ class GreedyFinisher:
             answers = self.shape.finish(answers, replace(scope, tally=unseen))
         assert answers.scores is not None
         if self.rollouts.context.reports_samples:
-            scope.tally.add(self.means[0], answers.scores.double().sum().item(), len(answers))
-        return batch.with_fields(baselines=answers.scores.repeat_interleave(n))
+            scored = answers.scores[answers.is_scored].double()
+            scope.tally.add(self.means[0], scored.sum().item(), len(scored))
+        compared = answers.is_scored.repeat_interleave(n)  # the others have no baseline
+        return batch.with_fields(
+            baselines=answers.scores.repeat_interleave(n),
+            response_mask=batch.response_mask & compared[:, None],
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

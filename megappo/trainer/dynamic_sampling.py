@@ -45,6 +45,8 @@ class Held:
     prompt: Prompt
     completions: tuple[Completion, ...]
     scores: tuple[float, ...]
+    unscored: tuple[bool, ...]
+    """of which a reward failed"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +115,10 @@ class DynamicSource:
     def _differs(self, group: Held) -> bool:
         counted = {
             score
-            for score, completion in zip(group.scores, group.completions, strict=True)
-            if not (self.ignores_cut and completion.finish_reason == "length")
+            for score, failed, completion in zip(
+                group.scores, group.unscored, group.completions, strict=True
+            )
+            if not (failed or (self.ignores_cut and completion.finish_reason == "length"))
         }
         return len(counted) > 1
 
@@ -141,19 +145,22 @@ class DynamicSource:
             [group.prompt for group in groups for _ in group.completions],
             [completion for group in groups for completion in group.completions],
         )
-        scores = torch.tensor([score for group in groups for score in group.scores])
-        return batch.with_fields(scores=scores)
+        return batch.with_scores(
+            torch.tensor([score for group in groups for score in group.scores]),
+            torch.tensor([failed for group in groups for failed in group.unscored]),
+        )
 
 
 def _held(batch: RolloutBatch, n: int) -> list[Held]:
     """The groups of a batch with siblings next to each other."""
     assert batch.scores is not None
-    scores = batch.scores.tolist()
+    scores, failed = batch.scores.tolist(), (~batch.is_scored).tolist()
     return [
         Held(
             prompt=batch.prompts[start],
             completions=batch.completions[start : start + n],
             scores=tuple(scores[start : start + n]),
+            unscored=tuple(failed[start : start + n]),
         )
         for start in range(0, len(batch), n)
     ]

@@ -64,12 +64,13 @@ class Evaluator:
         answers = rollouts.answer(prompts, self.sampling, self.n, listener=overlap)
         if overlap is None:
             result = self.scorer.score(list(map(sample_of, asked, answers)))
-            scores = result.scores
+            found = list(zip(result.scores, result.failed, strict=True))
         else:
-            result, scores = overlap.result()
-        for prompt, answer, score in zip(asked, answers, scores, strict=True):
-            tally.add(_RULE_MEAN, score, 1)
-            tally.add(_by_source(prompt.data_source), score, 1)
+            result, found = overlap.result()
+        for prompt, answer, (score, failed) in zip(asked, answers, found, strict=True):
+            if not failed:
+                tally.add(_RULE_MEAN, score, 1)
+                tally.add(_by_source(prompt.data_source), score, 1)
             tally.add("val/response_length/mean", len(answer.token_ids), 1)
         for name, count in zip(_FAILURES, (result.errors, result.timeouts), strict=True):
             tally.add(name, count, len(result.scores))

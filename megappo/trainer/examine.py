@@ -19,14 +19,16 @@ def examples(batch: RolloutBatch, tokenizer: Any, count: int) -> Iterator[str]:
     """
     assert batch.scores is not None
     shown: Counter[str] = Counter()
-    for prompt, completion, score in zip(
-        batch.prompts, batch.completions, batch.scores.tolist(), strict=True
+    scores, scored = batch.scores.tolist(), batch.is_scored.tolist()
+    for prompt, completion, score, counts in zip(
+        batch.prompts, batch.completions, scores, scored, strict=True
     ):
         if shown[prompt.data_source] >= count:
             continue
         shown[prompt.data_source] += 1
+        said = f"score {score:g}" if counts else "no score, as its reward failed"
         yield (
-            f"sample     row {prompt.row}, data_source {prompt.data_source}, score {score:g}, "
+            f"sample     row {prompt.row}, data_source {prompt.data_source}, {said}, "
             f"{len(completion.token_ids)} tokens, ended by {completion.finish_reason}\n"
             f"  prompt        {tokenizer.decode(list(prompt.token_ids))!r}\n"
             f"  response      {completion.text!r}\n"

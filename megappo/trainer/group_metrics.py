@@ -38,14 +38,14 @@ class GroupMetrics:
         `rollout/group_diversity` is the share of different responses (by token ids) in a group,
         `rollout/zero_variance_groups` the share of groups whose scores are all equal, which teach
         an estimator that compares siblings nothing. Samples without a trained token (cut, and
-        masked for it) are no members of their group, here as there.
+        masked for it, or failed by their reward) are no members of their group, here as there.
         """
         if not self.reports:
             return
         assert batch.scores is not None
-        scores = batch.scores.tolist()
-        for prompt, score in zip(batch.prompts, scores, strict=True):
-            tally.add(by_source(prompt.data_source), score, 1)
+        scores, scored = batch.scores.tolist(), batch.is_scored.tolist()
+        for prompt, score, counts in zip(batch.prompts, scores, scored, strict=True):
+            tally.add(by_source(prompt.data_source), score if counts else 0.0, counts)
         if self.n == 1:
             return
         counted = batch.response_mask.any(dim=-1).tolist()

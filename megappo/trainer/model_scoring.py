@@ -37,8 +37,8 @@ class ModelScorer:
         assert batch.scores is not None
         found = self._score(batch)
         if self.context.reports_samples:
-            for name, values in zip(MEANS, (found, batch.scores), strict=True):
-                tally.add(name, values.double().sum().item(), len(batch))
+            for name, values in zip(MEANS, (found, batch.scores[batch.is_scored]), strict=True):
+                tally.add(name, values.double().sum().item(), len(values))
         total = self.settings.weight * found + self.settings.rule_weight * batch.scores
         return batch.with_fields(scores=total)
 

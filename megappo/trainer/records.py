@@ -36,14 +36,14 @@ class Records:
         if not count:
             return
         assert batch.scores is not None
-        lines = []
+        lines, scored = [], batch.is_scored.tolist()
         for b in range(count):
             prompt, completion = batch.prompts[b], batch.completions[b]
             sample = {
                 "row": prompt.row,
                 "prompt": tokenizer.decode(list(prompt.token_ids)),
                 "response": completion.text,
-                "score": batch.scores[b].item(),
+                "score": batch.scores[b].item() if scored[b] else None,  # its reward failed
                 "ground_truth": prompt.ground_truth,
                 "data_source": prompt.data_source,
                 "finish_reason": completion.finish_reason,

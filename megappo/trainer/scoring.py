@@ -100,15 +100,15 @@ class Overlap:
         assert self._scoring is not None, "expect comes first"
         self.num_ready, self._route = self._scoring.num_done, route
 
-    def result(self) -> tuple[ScoreResult, list[float]]:
-        """What was scored here, and the scores of what this rank asked for.
+    def result(self) -> tuple[ScoreResult, list[tuple[float, bool]]]:
+        """What was scored here, and of what this rank asked for each score and if it failed.
 
         Collective over the sharing domain; waits for the slowest reward.
         """
         assert self._scoring is not None, "expect comes first"
         assert self._route is not None, "answered comes first"
         result = self._scoring.result()
-        return result, self._route.home(result.scores)
+        return result, self._route.home(list(zip(result.scores, result.failed, strict=True)))
 
     def count(self, tally: Tally, name: str) -> None:
         """Adds the hidden share to a mean."""
@@ -117,7 +117,7 @@ class Overlap:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchScorer:
-    """Fills `scores`; failed rewards are counted, never silently 0."""
+    """Fills `scores`; a sample whose reward failed is counted, and not trained on."""
 
     scorer: Scorer
     sources: tuple[str, ...]
@@ -156,16 +156,17 @@ class BatchScorer:
             rows = slice(part.start, part.stop)
             samples = list(map(sample_of, batch.prompts[rows], batch.completions[rows]))
             result = self.scorer.score(samples)
-            mine = result.scores
+            mine = list(zip(result.scores, result.failed, strict=True))
         else:
             result, mine = overlap.result()
             overlap.count(tally, OVERLAP)
         self._count(result, tally)
         parts = all_gather_objects(mine, self.context.model_group)
-        scores = torch.tensor(
-            [s for part_scores in parts for s in part_scores], dtype=torch.float32
+        pairs = [pair for of_part in parts for pair in of_part]
+        batch = batch.with_scores(
+            torch.tensor([score for score, _ in pairs], dtype=torch.float32),
+            torch.tensor([failed for _, failed in pairs], dtype=torch.bool),
         )
-        batch = batch.with_fields(scores=scores)
         return batch if self.model is None else self.model.add(batch, tally)
 
     def _count(self, result: ScoreResult, tally: Tally) -> None:

@@ -12,6 +12,7 @@ from tests.distributed.workers.dynamic_sampling import (
     MINI,
     N,
     curriculum,
+    failed_of,
     scores_of,
     source_of,
 )
@@ -116,7 +117,8 @@ def expected_groups(case):
     kept, spare, rounds = {}, {}, 0
     while rounds < max_rounds and len(kept) < BATCH:
         for row in sampler.next_batch()[1]:
-            differs = len(set(scores_of(row, rounds, num_rows))) > 1
+            scores = zip(scores_of(row, rounds, num_rows), failed_of(row, num_rows), strict=True)
+            differs = len({score for score, failed in scores if not failed}) > 1
             if differs and row not in kept:
                 kept[row] = rounds
             elif row not in spare:
@@ -137,6 +139,9 @@ def test_dynamic_sampling_takes_groups_of_different_scores_in_the_order_drawn(fo
             assert got["texts"] == [f"{row} {at} {k}" for row, at in mine for k in range(N)]
             assert got["sources"] == [f"source {row}" for row, _ in mine for _ in range(N)]
             num_rows = CASES[case][0]
+            failed = [f for row, _ in mine for f in failed_of(row, num_rows)]
+            assert got["failed"] == failed
+            assert got["trained"] == [not f for f in failed]
             assert got["scores"] == [s for row, at in mine for s in scores_of(row, at, num_rows)]
             assert [len(r) for r in got["responses"]] == [
                 1 + (row + k) % 3 for row, _ in mine for k in range(N)
@@ -154,6 +159,7 @@ def test_dynamic_sampling_is_bounded_and_says_how_much_it_kept(found):
     assert metrics["enough"]["sampling/filled_share"] == 0
     assert metrics["bounded"]["sampling/rounds"] == 1
     assert metrics["bounded"]["sampling/filled_share"] > 0.5
+    assert metrics["failing"]["sampling/kept_share"] < 1 / 3  # the ninth that failed is not kept
     assert 1 < metrics["again"]["sampling/rounds"] <= 4
 
 

@@ -28,6 +28,11 @@ def near(responses, ground_truths, extra_infos):
 def fails(response):
     raise RuntimeError("of no use")
 
+def picky(response, ground_truth):
+    if len(response) % 2:
+        raise RuntimeError("odd")
+    return -1.0 - len(ground_truth)
+
 def typo(respnse):
     return 1.0
 """
@@ -110,6 +115,29 @@ def test_a_reward_that_fails_ends_the_run_on_every_rank_with_its_cause(root):
     assert "100.0% of the rewards failed, over reward.max_error_rate (5.0%)" in ended.stdout
     logs = [(root / f"fails/logs/rank_0000{rank}.log").read_text() for rank in (0, 1)]
     assert any("RuntimeError: of no use (mine.py:10 in fails)" in log for log in logs)
+
+
+def test_a_sample_whose_reward_failed_is_not_the_best_of_a_reward_below_zero(root):
+    ended = run(
+        root, "picky", "reward.custom.name=picky", "reward.sources.arithmetic=custom",
+        "reward.max_error_rate=1", "trainer.total_steps=1", "trainer.rollouts_per_step=-1",
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout
+    first, step = metrics(root / "picky")
+    samples = [
+        json.loads(line)
+        for line in (root / "picky/rollouts/step_000001.jsonl").read_text().splitlines()
+    ]
+    failed = [sample for sample in samples if len(sample["response"]) % 2]
+    assert 0 < len(failed) < len(samples)
+    assert [s for s in samples if s["score"] is None] == failed
+    assert step["reward/error_rate"] == pytest.approx(len(failed) / len(samples))
+    scores = [-1.0 - len(s["ground_truth"]) for s in samples if s not in failed]
+    assert step["critic/score/max"] == max(scores) < 0
+    assert step["critic/score/mean"] == pytest.approx(sum(scores) / len(scores))
+    assert step["reward/arithmetic/score"] == step["train/arithmetic/score/mean"]
+    assert 0 < first["val/reward_error"] < 1
+    assert first["val/score/mean"] <= -2.0  # at least one character of ground truth
 
 
 def test_check_refuses_rewards_that_cannot_work(root):

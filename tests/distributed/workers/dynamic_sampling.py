@@ -19,14 +19,20 @@ from megappo.trainer.stopwatch import Stopwatch
 from megappo.types import Completion, Prompt, RolloutBatch, collate
 
 N, BATCH, MINI = 2, 8, 4
-CASES = {"enough": (24, 3), "bounded": (24, 1), "again": (8, 4)}
+CASES = {"enough": (24, 3), "bounded": (24, 1), "again": (8, 4), "failing": (72, 9)}
 """name -> rows of the data, most rounds"""
+FAILING_ROWS = 72
 
 
 def scores_of(row: int, round_number: int, num_rows: int) -> tuple[float, float]:
     """Equal but for one row in three; with few rows, in later rounds for others of them."""
     differs = (row + round_number) % 3 == 1 if num_rows == BATCH else row % 3 == 1
     return (1.0, 0.0) if differs else (float(row % 2),) * 2
+
+
+def failed_of(row: int, num_rows: int) -> tuple[bool, bool]:
+    """Where rewards fail: of every ninth row, and one of those whose scores differ."""
+    return False, num_rows == FAILING_ROWS and row % 9 == 4
 
 
 @dataclass(kw_only=True)
@@ -48,7 +54,7 @@ class MadeUp:
             dp_rank=self.context.dp_rank,
             dp_size=self.context.dp,
         )
-        prompts, completions, scores = [], [], []
+        prompts, completions, scores, failed = [], [], [], []
         for row in mine:
             for k, score in enumerate(scores_of(row, round_number, self.sampler.num_rows)):
                 prompts.append(
@@ -70,7 +76,9 @@ class MadeUp:
                     )
                 )
                 scores.append(score)
-        return collate(prompts, completions).with_fields(scores=torch.tensor(scores))
+                failed.append(failed_of(row, self.sampler.num_rows)[k])
+        batch = collate(prompts, completions)
+        return batch.with_scores(torch.tensor(scores), torch.tensor(failed))
 
 
 def curriculum() -> CurriculumSampler:
@@ -148,6 +156,8 @@ def collect_all(context: ParallelContext) -> dict[str, Any]:
             "sources": [p.data_source for p in batch.prompts],
             "responses": [c.token_ids for c in batch.completions],
             "scores": batch.scores.tolist(),
+            "failed": (~batch.is_scored).tolist(),
+            "trained": batch.response_mask.any(dim=-1).tolist(),
             "metrics": dict(reduce_tally(tally, context)),
             "sampler": sampler.state_dict(),
         }

@@ -62,6 +62,18 @@ def test_samples_of_steps_before_a_resume_are_left_out(tmp_path):
     assert run.notes == ["2 files of samples are of steps that metrics.jsonl does not have"]
 
 
+def test_samples_whose_reward_failed_are_left_out_and_counted(tmp_path):
+    folder = make(tmp_path / "run", steps=1)
+    path = folder / "rollouts" / "step_000001.jsonl"
+    first, *others = path.read_text().splitlines()
+    failed = json.dumps(json.loads(first) | {"score": None})
+    path.write_text("\n".join([failed, *others]) + "\n")
+    run = read_run(folder)
+    found = read_samples(run, most=100)
+    assert found.num_read == len(found.shown) == len(others)
+    assert run.notes == ["1 samples are left out, as their reward failed"]
+
+
 def test_samples_and_texts_are_bounded_and_that_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(samples, "HISTOGRAM_STEPS", 6)
     monkeypatch.setattr(samples, "RESPONSE_CHARS", 6)

@@ -79,9 +79,10 @@ def test_a_reward_gets_the_row_it_belongs_to():
 def test_one_raising_reward_of_eight_is_an_error_rate_of_an_eighth(num_threads):
     result = scorer(fail_on_three, num_threads=num_threads, max_error_rate=0.125).score(samples(8))
     assert result.scores == [0.0, 1.0, 2.0, 0.0, 4.0, 5.0, 6.0, 7.0]
+    assert result.failed == [number == 3 for number in range(8)]
     assert result.errors == 1
     assert result.error_rate == 0.125
-    assert result.per_source == {"toy": (25.0, 8)}
+    assert result.per_source == {"toy": (25.0, 7)}
 
 
 def test_above_the_allowed_rate_the_batch_is_refused_with_cause_and_row():
@@ -292,9 +293,9 @@ def test_parts_are_summed_with_their_weights_and_each_is_counted_by_itself():
     settings = RewardSection(sources=sources, max_error_rate=1.0)
     batch = [("mixed", "1", "", {}), ("elsewhere", "9", "", {}), ("mixed", "3", "", {})]
     result = Scorer(settings, registry=registry).score(batch)
-    assert result.scores == [1 - 1 + 3, 10.0, 3 - 1 + 0]
-    assert result.errors == 1
-    assert result.per_source == {"mixed": (5.0, 2), "elsewhere": (10.0, 1)}
+    assert result.scores[:2] == [1 - 1 + 3, 10.0]
+    assert result.failed == [False, False, True]
+    assert result.per_source == {"mixed": (3.0, 1), "elsewhere": (10.0, 1)}
     assert result.per_part == {
         ("mixed", "number"): (4.0, 2),
         ("mixed", "half"): (1.0, 2),

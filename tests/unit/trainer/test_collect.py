@@ -48,7 +48,10 @@ class Engines:
 
 
 class RowScorer:
-    """The score is the row; an error rate shows that it was asked."""
+    """The score is the row; an error rate shows that it was asked. Those of `failing` rows fail."""
+
+    def __init__(self, failing=()):
+        self.failing = failing
 
     def begin(self):
         return None
@@ -57,7 +60,10 @@ class RowScorer:
         assert overlap is None
         assert len(part) == len(batch)
         tally.add("reward/error_rate", 1, 1)
-        return batch.with_fields(scores=torch.tensor([float(p.row) for p in batch.prompts]))
+        rows = [p.row for p in batch.prompts]
+        return batch.with_scores(
+            torch.tensor(rows, dtype=torch.float32), torch.tensor([r in self.failing for r in rows])
+        )
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,14 @@ def test_each_sample_gets_the_score_of_its_prompts_greedy_answer():
     assert found.scores.tolist() == [1.0] * 6
     assert step.tally.sums["critic/baselines/mean"] == (15.0, 3.0)
     assert "reward/error_rate" not in step.tally.sums
+
+
+def test_a_group_whose_greedy_answer_could_not_be_scored_is_not_trained_on():
+    step = scope()
+    greedy = GreedyFinisher(rollouts=Engines(), scorer=RowScorer(failing=(3,)), shape=None)
+    found = Collector(source=Made(), scorer=RowScorer(), finishers=[greedy]).collect(step)
+    assert found.response_mask.any(dim=-1).tolist() == [True, True, False, False, True, True]
+    assert step.tally.sums["critic/baselines/mean"] == (12.0, 2.0)
 
 
 def test_greedy_answers_are_shaped_like_samples_and_counted_in_no_other_figure():

@@ -30,4 +30,8 @@ def test_the_first_samples_of_each_source_are_shown_with_their_scores():
     ]
     assert "row 2, data_source words, score -0.25" in second
     assert list(examples(batch, Letters(), 0)) == []
+    failed = batch.with_scores(batch.scores, torch.tensor([True, False, False, False]))
+    assert "data_source sums, no score, as its reward failed" in next(
+        examples(failed, Letters(), 1)
+    )
     assert len(list(examples(batch, Letters(), 2))) == 3

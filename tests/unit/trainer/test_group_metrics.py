@@ -55,6 +55,17 @@ def test_masked_samples_are_no_members_of_their_group():
     assert figures["rollout/zero_variance_groups"] == 1.0
 
 
+def test_a_sample_whose_reward_failed_is_no_member_and_has_no_score():
+    assert SAMPLES.scores is not None
+    failed = torch.tensor([False, False, True, False])
+    samples = SAMPLES.with_scores(SAMPLES.scores, failed)
+    assert samples.response_mask.any(dim=-1).tolist() == [True, True, False, True]
+    assert samples.is_scored.tolist() == [True, True, False, True]
+    figures = found(GroupMetrics(n=2, sources=("sums", "words")), samples)
+    assert figures["train/words/score/mean"] == 0.5
+    assert figures["rollout/zero_variance_groups"] == 1.0
+
+
 def test_groups_of_one_have_no_figures_and_one_rank_alone_reports():
     assert set(found(GroupMetrics(n=1, sources=("sums", "words")))) == {
         "train/sums/score/mean",

@@ -217,6 +217,24 @@ def test_batch_metrics_weigh_tokens_and_samples_as_they_should():
     assert not [name for name in found if "weight" in name or "neg_min" in name]
 
 
+def test_a_score_of_a_failed_reward_is_in_no_figure_of_scores():
+    batch = batch_of([1, 3]).with_scores(torch.tensor([0.0, -2.0]), torch.tensor([True, False]))
+    batch = batch.with_fields(rewards=torch.tensor([[0.0, 0, 0], [0, 0, -2.0]]))
+    tally = Tally()
+    add_batch(tally, batch, torch.zeros(2, 3))
+    assert tally.sums["critic/score/mean"] == tally.sums["critic/rewards/mean"] == (-2.0, 1.0)
+    assert tally.maxima["critic/score/max"] == -2.0
+    nothing = Tally()
+    add_batch(
+        nothing, batch.with_scores(torch.zeros(2), torch.tensor([True, True])), torch.zeros(2, 3)
+    )
+    assert nothing.sums["critic/score/mean"] == (0.0, 0.0)
+    assert "critic/score/min" not in finish(
+        {"rollout/token_weight": 1.0, "rollout/token_weight_sq": 1.0,
+         "rollout/sequence_weight": 1.0, "rollout/sequence_weight_sq": 1.0, **nothing.maxima}
+    )  # fmt: skip
+
+
 def test_a_nan_log_prob_shows_in_the_difference():
     batch = batch_of([2]).with_fields(old_log_probs=torch.tensor([[-1.0, math.nan]]))
     tally = Tally()

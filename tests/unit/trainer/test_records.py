@@ -49,10 +49,12 @@ def test_samples_have_tokens_and_log_probs_up_to_the_limit(tmp_path, tokenizer):
         finish_reason="stop",
         text="one two",
     )
-    batch = collate([prompt] * 3, [answer] * 3).with_fields(scores=torch.ones(3))
+    batch = collate([prompt] * 3, [answer] * 3).with_scores(
+        torch.ones(3), torch.tensor([False, True, False])
+    )
     Records(tmp_path, rollouts_per_step=2, tokens_per_sample=3).write_rollouts(5, batch, tokenizer)
     lines = (tmp_path / "rollouts" / "step_000005.jsonl").read_text().splitlines()
-    assert len(lines) == 2
+    assert [json.loads(line)["score"] for line in lines] == [1.0, None]
     sample = json.loads(lines[0])
     assert (sample["tokens"], sample["log_probs"]) == (["o", "n", "e"], [0.0, -0.1235, -0.2469])
     assert sample["response"] == "one two"
