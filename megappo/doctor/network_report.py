@@ -7,7 +7,7 @@ import json
 import sys
 from dataclasses import asdict
 
-from megappo.config.checks import check_world_size
+from megappo.config.batch_plan import check_world_size
 from megappo.config.layout import ParallelSection
 from megappo.config.load import read_any
 from megappo.distributed import network, parallel

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megappo.config import Config
-from megappo.config.checks import check_sections, plan_batches
+from megappo.config.batch_plan import plan_batches
+from megappo.config.checks import check_sections
 from megappo.config.layout import MemorySection
 from megappo.config.reward_model import RewardModelSection
 from megappo.errors import UserError

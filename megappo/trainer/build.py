@@ -1,4 +1,4 @@
-"""Puts a run together: the only place that names concrete classes of engines and roles."""
+"""Puts a run together: here and in `build_engine` alone are classes of engines and roles named."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from megappo.config import Config, SupervisedConfig
 from megappo.config.learning import ActorSection, CriticSection
 from megappo.config.lora import LoraSection
-from megappo.config.servers import server_owners
 from megappo.data.cost import SequenceCost
 from megappo.distributed.grad_sync import Trainable, make_trainable
 from megappo.distributed.memory_agreement import MemoryAgreement
@@ -19,8 +18,6 @@ from megappo.distributed.offload import Offloader, chosen_parts
 from megappo.distributed.parallel import (
     ParallelContext,
     all_ranks_or_none,
-    group_of,
-    replicas,
 )
 from megappo.models.build import Recompute, build_chunk, transformer_config
 from megappo.models.lora import add_adapters
@@ -34,15 +31,12 @@ from megappo.roles.critic import Critic
 from megappo.roles.policy_losses import POLICY_LOSSES
 from megappo.roles.reward_model import RewardModel
 from megappo.rollout.engine import RolloutEngine
-from megappo.rollout.megatron_engine import MegatronEngine
-from megappo.rollout.placement import Placement, sharing_domains
 from megappo.rollout.recovery import EngineKeeper
-from megappo.rollout.sampling import SamplingSettings, end_token_ids
-from megappo.rollout.sglang_engine import EngineSettings, SGLangEngine
-from megappo.rollout.sglang_server import SGLangServer
+from megappo.rollout.sampling import SamplingSettings
 from megappo.rollout.worker import RolloutWorker
 from megappo.trainer.balance import Balancer
 from megappo.trainer.build_collector import make_collector
+from megappo.trainer.build_engine import make_engine, make_placement, make_sampling, stop_token_ids
 from megappo.trainer.corrector import Correction, Corrector
 from megappo.trainer.estimate import make_estimator, make_kl_controller
 from megappo.trainer.evaluate import Evaluator
@@ -53,7 +47,6 @@ from megappo.trainer.model_scoring import ModelScorer
 from megappo.trainer.ppo_trainer import PPOTrainer, StepPlan
 from megappo.trainer.preflight import Preflight, model_paths, wanted_layers
 from megappo.trainer.scoring import BatchScorer
-from megappo.trainer.servers import context_length, server_settings
 from megappo.trainer.utilization import Utilization, peak_flops_per_s
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -70,10 +63,10 @@ def build_trainer(
         total_optimizer_steps=found.total_steps * found.plan.optimizer_steps_per_step,
     )
     mini_batch = found.plan.samples_per_mini_batch_and_dp_rank
-    placement = _placement(config, context)
+    placement = make_placement(config, context)
 
     def start_engine() -> RolloutEngine:
-        return _engine(config, found, context, actor, log_file)
+        return make_engine(config, found, context, actor, log_file)
 
     with all_ranks_or_none(context, f"starting the {config.rollout.engine} engine"):
         engine = EngineKeeper(
@@ -88,7 +81,7 @@ def build_trainer(
         context=context,
         seed=config.trainer.seed,
         n=config.rollout.n,
-        sampling=_sampling(config),
+        sampling=make_sampling(config),
         sleeps=config.rollout.sleep,
     )
     scorer = BatchScorer(
@@ -162,23 +155,6 @@ def model_specs(found: Preflight) -> dict[str, ModelSpec]:
     return specs if found.critic_spec is None else specs | {"critic": found.critic_spec}
 
 
-def _placement(config: Config, context: ParallelContext) -> Placement:
-    """Collective over the world."""
-    layout = replicas(tp=context.tp, cp=context.cp, dp=context.dp, pp=context.pp)
-    if config.rollout.url:
-        domains = [list(range(context.world_size))]
-        owners = server_owners(len(config.rollout.url), context.world_size)
-    else:
-        domains = sharing_domains(layout, config.rollout.tp)
-        owners = list(range(0, context.world_size, config.rollout.tp))
-    return Placement(
-        rank=context.rank,
-        owner_ranks=frozenset(owners),
-        members=tuple(next(d for d in domains if context.rank in d)),
-        group=group_of(context.rank, domains, timeout_s=config.trainer.distributed_timeout_s),
-    )
-
-
 def make_planner(
     role: ActorSection | CriticSection, network: Network, mini_batch: int
 ) -> MicroBatchPlanner:
@@ -229,7 +205,7 @@ def build_evaluator(
             top_k=val.top_k,
             min_p=val.min_p,
             stop=tuple(config.rollout.stop),
-            stop_token_ids=_stop_token_ids(config),
+            stop_token_ids=stop_token_ids(config),
         ),
         n=val.n,
         scorer=scorer.scorer,
@@ -372,67 +348,4 @@ def build_roles(
         actor,
         critic,
         Policy(network=net, chunks=net.chunks, temperature=temperature, memory=memory),
-    )
-
-
-def _sampling(config: Config) -> SamplingSettings:
-    rollout = config.rollout
-    return SamplingSettings(
-        max_new_tokens=rollout.max_response_length,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-        stop=tuple(rollout.stop),
-        stop_token_ids=_stop_token_ids(config),
-    )
-
-
-def _stop_token_ids(config: Config) -> tuple[int, ...]:
-    """The model's end tokens and the user's, ascending."""
-    return tuple(sorted({*end_token_ids(config.model.path), *config.rollout.stop_token_ids}))
-
-
-def _engine(
-    config: Config, found: Preflight, context: ParallelContext, actor: Actor, log_file: Path
-) -> RolloutEngine:
-    """What `rollout.engine` names, with the model folder's weights or the actor's own."""
-    if config.rollout.url:
-        owners = server_owners(len(config.rollout.url), context.world_size)
-        url = config.rollout.url[owners.index(context.rank)]
-        return SGLangServer(server_settings(config, found, url, device=context.device.type))
-    if config.rollout.engine == "sglang":
-        return SGLangEngine(_engine_settings(config, context, log_file))
-    (chunk,) = actor.policy.network.chunks
-    return MegatronEngine(
-        chunk=chunk,
-        vocab_size=found.actor_spec.vocab_size,
-        memory=actor.trainable.memory,
-        context=context,
-        tokenizer=found.tokenizer,
-        end_tokens=frozenset({*end_token_ids(config.model.path), found.tokenizer.eos_token_id})
-        - {None},
-        context_length=context_length(config),
-        max_running_requests=config.rollout.max_running_requests,
-    )
-
-
-def _engine_settings(config: Config, context: ParallelContext, log_file: Path) -> EngineSettings:
-    on_cuda = context.device.type == "cuda"
-    return EngineSettings(
-        model_path=Path(config.model.path),
-        log_file=log_file,
-        device=context.device.type,
-        dtype=config.model.dtype,
-        context_length=context_length(config),
-        max_running_requests=config.rollout.max_running_requests,
-        mem_fraction_static=config.rollout.gpu_memory_utilization if on_cuda else None,
-        tp_size=config.rollout.tp,
-        base_gpu_id=context.local_rank if on_cuda else 0,
-        local_rank=context.local_rank,
-        bucket_bytes=config.rollout.sync_bucket_bytes,
-        verify_sync=config.rollout.verify_sync,
-        timeout_s=config.rollout.timeout_s,
-        memory_saver=config.rollout.sleep and on_cuda,
-        trust_remote_code=config.model.trust_remote_code,
     )

@@ -32,7 +32,8 @@ from megappo.checkpoint.compare import (
 )
 from megappo.config import Config
 from megappo.config.algorithm_checks import algorithm_warnings
-from megappo.config.checks import BatchPlan, check_device_features, plan_batches
+from megappo.config.batch_plan import BatchPlan, plan_batches
+from megappo.config.checks import check_device_features
 from megappo.config.findings import Findings
 from megappo.data.identity import file_identities
 from megappo.data.prompts import PromptDataset

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megappo.config import Config
-from megappo.config.checks import BatchPlan
+from megappo.config.batch_plan import BatchPlan
 from megappo.models.spec import ModelSpec
 
 _WIDE_CLIP = 0.5

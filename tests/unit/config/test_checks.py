@@ -4,7 +4,8 @@ import pytest
 
 from megappo.config import ConfigError, load
 from megappo.config.algorithm_checks import algorithm_warnings
-from megappo.config.checks import check_device_features, plan_batches
+from megappo.config.batch_plan import plan_batches
+from megappo.config.checks import check_device_features
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import pytest
 
 from megappo.config import ConfigError, dump, load
-from megappo.config.checks import plan_batches
+from megappo.config.batch_plan import plan_batches
 from megappo.config.servers import server_owners
 
 ONE = "http://127.0.0.1:30000"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megappo.config.checks import plan_batches
+from megappo.config.batch_plan import plan_batches
 from megappo.models.spec import spec_from_config
 from megappo.planner.constants import GPUS
 from megappo.planner.plan import fit, overrides

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megappo.config import load
-from megappo.config.checks import plan_batches
+from megappo.config.batch_plan import plan_batches
 from megappo.models.spec import spec_from_config
 from megappo.trainer.risks import risks
 
