@@ -119,7 +119,6 @@ def build_trainer(
                 for role, spec in (("actor", found.actor_spec), ("critic", found.critic_spec))
                 if spec is not None
             },
-            ppo_epochs=config.actor.ppo_epochs,
             peak_flops_per_s=peak_flops_per_s(config, context.device),
         ),
         memory_agreement=MemoryAgreement(context, config.parallel),

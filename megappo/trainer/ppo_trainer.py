@@ -7,7 +7,7 @@ of the paper's setting: nothing is discounted over sentences, an episode is one 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -74,6 +74,8 @@ class Updates:
     """refused by the guard"""
     num_empty: int = 0
     """left out, as no response of the mini-batch had a trained token"""
+    lengths: Sequence[int] = ()
+    """tokens of this rank's samples, once for each update that is made with them"""
 
     def check(self, figures: Mapping[str, float]) -> bool:
         """Whether an update may write weights; see `Guard.admit`.
@@ -206,7 +208,7 @@ class PPOTrainer:
                 watch.metrics(),
                 batch,
                 {**self.memory.report(memory), **self._released(released)},
-                trained={taken.trainable.name for taken in updates if taken.num_tried},
+                updates,
             ),
         }
 
@@ -284,6 +286,8 @@ class PPOTrainer:
         """The mini-batches of all updates; empty ones are counted alone. Collective over DP."""
         filled = with_trained_tokens(minis, self.context)
         taken.num_empty = (len(minis) - len(filled)) * self.plan.ppo_epochs
+        lengths = [length for mini in filled for length in mini.samples.total_lengths]
+        taken.lengths = lengths * self.plan.ppo_epochs
         return filled * self.plan.ppo_epochs
 
     def _updates(self, number: int, trainable: Trainable) -> Updates:
@@ -356,8 +360,7 @@ class PPOTrainer:
         timing: dict[str, float],
         batch: RolloutBatch,
         memory: Mapping[str, float],
-        *,
-        trained: Collection[str],
+        updates: Sequence[Updates],
     ) -> dict[str, float]:
         """Throughput, as verl defines it: all tokens of the batch / step time / ranks."""
         tally = Tally()
@@ -365,12 +368,14 @@ class PPOTrainer:
             tally.add(name, seconds, 1)
         for name, value in {**resource_metrics(self.context.device), **memory}.items():
             tally.add_max(name, value)
-        lengths = batch.total_lengths if self.context.reports_samples else []
-        tally.add("perf/tokens_a_rank", sum(lengths), 1)
-        self.utilization.add(tally, lengths)
+        reports = self.context.reports_samples
+        tally.add("perf/tokens_a_rank", sum(batch.total_lengths) if reports else 0, 1)
+        taken = {update.trainable.name: update.lengths for update in updates if reports}
+        self.utilization.add(tally, taken)
         reduced = dict(reduce_tally(tally, self.context))
         all_tokens = reduced.pop("perf/tokens_a_rank") * self.context.world_size
         reduced["perf/total_num_tokens"] = all_tokens
         reduced["perf/tokens_per_s"] = all_tokens / reduced["timing_s/step"]
         reduced["perf/throughput"] = reduced["perf/tokens_per_s"] / self.context.world_size
+        trained = {update.trainable.name for update in updates if update.num_tried}
         return reduced | self.utilization.finish(reduced, trained=trained)

@@ -1,10 +1,10 @@
 """How much of the devices' arithmetic the updates use: `perf/tflops/ROLE` and `perf/mfu/ROLE`.
 
-Model operations of all samples and epochs of a step (`planner/flops.py`: three forward passes a
-sample, recomputation and padding not counted) over the time of the role's update phase. MFU
-(Chowdhery et al. 2022, arXiv 2204.02311, appendix B) divides by the device's peak. Left out: the
-passes for log-probs and values, and generation. With LoRA gradients of frozen weights are counted
-though they are not computed.
+Model operations of the samples that updates passed over, in each epoch (`planner/flops.py`: three
+forward passes a sample, recomputation and padding not counted) over the time of the role's update
+phase. MFU (Chowdhery et al. 2022, arXiv 2204.02311, appendix B) divides by the device's peak. Left
+out: the passes for log-probs and values, and generation. With LoRA gradients of frozen weights are
+counted though they are not computed.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ class Utilization:
 
     specs: Mapping[str, ModelSpec]
     """role -> its model"""
-    ppo_epochs: int
     peak_flops_per_s: float | None
     """of a rank's device; None where it is not known, and there is no MFU then"""
 
-    def add(self, tally: Tally, lengths: Sequence[int]) -> None:
+    def add(self, tally: Tally, lengths: Mapping[str, Sequence[int]]) -> None:
         """Adds one rank's operations.
 
         Args:
             tally: of this rank.
-            lengths: tokens of its samples; none on a rank whose samples another one reports.
+            lengths: role -> tokens of the samples it passed over, once for each time; none on a
+                rank whose samples another one reports.
         """
         for role, spec in self.specs.items():
-            flops = train_flops(spec, lengths, head=HEADS[role]) * self.ppo_epochs
+            flops = train_flops(spec, lengths.get(role, ()), head=HEADS[role])
             tally.add(f"perf/flops/{role}", flops, 1)
 
     def finish(self, reduced: dict[str, float], *, trained: Collection[str]) -> dict[str, float]:

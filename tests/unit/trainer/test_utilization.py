@@ -25,14 +25,14 @@ def forward(n, *, head):
 
 
 def test_operations_over_time_over_peak(spec):
-    use = Utilization(specs={"actor": spec, "critic": spec}, ppo_epochs=2, peak_flops_per_s=1e9)
+    use = Utilization(specs={"actor": spec, "critic": spec}, peak_flops_per_s=1e9)
     tally = Tally()
-    use.add(tally, [3, 10])
+    use.add(tally, {"actor": [3, 10, 3, 10], "critic": [3, 10]})
     reduced = {name: total / count for name, (total, count) in tally.sums.items()}
     reduced |= {"timing_s/update_actor": 0.5, "timing_s/update_critic": 0.25}
     found = use.finish(reduced, trained=["actor", "critic"])
     actor = 2 * 3 * (forward(3, head=True) + forward(10, head=True))
-    critic = 2 * 3 * (forward(3, head=False) + forward(10, head=False))
+    critic = 3 * (forward(3, head=False) + forward(10, head=False))
     assert found == pytest.approx(
         {
             "perf/tflops/actor": actor / 0.5 / 1e12,
@@ -46,7 +46,7 @@ def test_operations_over_time_over_peak(spec):
 
 
 def test_a_role_that_was_not_trained_has_no_figure_and_an_unknown_device_no_mfu(spec):
-    use = Utilization(specs={"actor": spec, "critic": spec}, ppo_epochs=1, peak_flops_per_s=None)
+    use = Utilization(specs={"actor": spec, "critic": spec}, peak_flops_per_s=None)
     reduced = {"perf/flops/actor": 1.0, "perf/flops/critic": 2e12}
     reduced |= {"timing_s/update_actor": 0.1, "timing_s/update_critic": 4.0}
     assert use.finish(reduced, trained=["critic"]) == {"perf/tflops/critic": 0.5}
