@@ -111,6 +111,17 @@ class SupervisedTrainerSection:
     test_freq: int = opt(10, "validate every so many steps and at the end; 0: never")
     val_before_train: bool = opt(True, "validate before the first step")
     save_freq: int = opt(100, "checkpoint every so many steps; 0: only at the end and on a signal")
+    profile_steps: list[int] = opt(
+        [], "steps of which each rank writes a trace of PyTorch's profiler, to profile/"
+    )
+    profile_max_gb: float = opt(
+        4.0, "growth of a rank's host memory, in GiB, at which its trace ends early"
+    )
+    device_peak_tflops: float = opt(
+        0.0,
+        "a device's peak for MFU, in 10^12 operations a second; 0: the datasheet's for bfloat16 on "
+        "a GPU that is known, else no MFU",
+    )
     distributed_timeout_s: float = opt(1800.0, "a collective that takes longer has failed")
     node_wait_s: float = opt(60.0, "seconds that nodes wait for one another at the start")
     max_wall_time_s: float = opt(
@@ -120,6 +131,10 @@ class SupervisedTrainerSection:
     def __post_init__(self) -> None:
         p = Problems()
         p.require(bool(self.run_dir), "run_dir", self.run_dir, "name a folder")
+        p.require(
+            all(step >= 1 for step in self.profile_steps), "profile_steps", self.profile_steps,
+            "steps count from 1",
+        )  # fmt: skip
         p.require(self.seed < 2**32, "seed", self.seed, "it must be under 2^32")
         p.not_negative(
             seed=self.seed,
@@ -127,9 +142,11 @@ class SupervisedTrainerSection:
             test_freq=self.test_freq,
             save_freq=self.save_freq,
             max_wall_time_s=self.max_wall_time_s,
+            device_peak_tflops=self.device_peak_tflops,
         )
         p.positive(
             total_epochs=self.total_epochs,
+            profile_max_gb=self.profile_max_gb,
             distributed_timeout_s=self.distributed_timeout_s,
             node_wait_s=self.node_wait_s,
         )

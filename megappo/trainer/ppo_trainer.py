@@ -377,5 +377,6 @@ class PPOTrainer:
         reduced["perf/total_num_tokens"] = all_tokens
         reduced["perf/tokens_per_s"] = all_tokens / reduced["timing_s/step"]
         reduced["perf/throughput"] = reduced["perf/tokens_per_s"] / self.context.world_size
-        trained = {update.trainable.name for update in updates if update.num_tried}
-        return reduced | self.utilization.finish(reduced, trained=trained)
+        trained = [update.trainable.name for update in updates if update.num_tried]
+        took = {role: reduced[f"timing_s/update_{role}"] for role in trained}
+        return reduced | self.utilization.finish(reduced, seconds=took)

@@ -14,12 +14,14 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from megappo.distributed.parallel import ParallelContext
+from megappo.trainer.records import Records
 from megappo.trainer.resources import GIB
 
 Report = Callable[[int, str, dict[str, Any]], None]
@@ -101,6 +103,46 @@ class StepProfiler:
     def _tell(self, step: int, text: str, seconds: float) -> None:
         logging.getLogger(__name__).info("step %d: %s", step, text)
         self.report(step, text, {"text": text, "seconds": seconds})
+
+
+class ProfileSettings(Protocol):
+    """Those of a `trainer` section."""
+
+    @property
+    def run_dir(self) -> str:
+        """The run's folder."""
+
+    @property
+    def profile_steps(self) -> list[int]:
+        """Steps that are recorded."""
+
+    @property
+    def profile_max_gb(self) -> float:
+        """Growth of host memory at which a trace ends."""
+
+
+def make_profiler(
+    settings: ProfileSettings,
+    context: ParallelContext,
+    *,
+    say: Callable[[str], None],
+    records: Records | None,
+) -> StepProfiler:
+    """This rank's profiler; rank 0, which has `records`, tells of it."""
+
+    def report(step: int, text: str, details: dict[str, Any]) -> None:
+        if records is not None:
+            say(f"profile    step {step}: {text}")
+            records.event("profiled", step, **details)
+
+    return StepProfiler(
+        steps=frozenset(settings.profile_steps),
+        folder=Path(settings.run_dir) / "profile",
+        rank=context.rank,
+        device=context.device,
+        max_gb=settings.profile_max_gb,
+        report=report,
+    )
 
 
 def _memory_bytes() -> int:

@@ -23,7 +23,7 @@ from megappo.trainer.log_to import contained_loggers
 from megappo.trainer.ppo_trainer import PPOTrainer
 from megappo.trainer.preflight import Preflight, check_here
 from megappo.trainer.process import Process
-from megappo.trainer.profiler import StepProfiler
+from megappo.trainer.profiler import StepProfiler, make_profiler
 from megappo.trainer.records import Records
 from megappo.trainer.run_state import checkpoint_state
 from megappo.trainer.saver import Saver
@@ -116,7 +116,7 @@ class Session:
                 tokens_per_sample=config.trainer.rollout_tokens_per_sample,
             )
             loggers = self._make_loggers(config, found, run_dir, records)
-        profiler = self._make_profiler(config, context, records)
+        profiler = make_profiler(config.trainer, context, say=self._say, records=records)
         run = Run(
             config=config,
             trainer=trainer,
@@ -160,23 +160,6 @@ class Session:
             state=lambda: checkpoint_state(config, trainer, found.train_files, found.base_weights),
             say=self._say,
             event=records.event if records is not None else _no_event,
-        )
-
-    def _make_profiler(
-        self, config: Config, context: ParallelContext, records: Records | None
-    ) -> StepProfiler:
-        def report(step: int, text: str, details: dict[str, Any]) -> None:
-            if records is not None:
-                self._say(f"profile    step {step}: {text}")
-                records.event("profiled", step, **details)
-
-        return StepProfiler(
-            steps=frozenset(config.trainer.profile_steps),
-            folder=Path(config.trainer.run_dir) / "profile",
-            rank=context.rank,
-            device=context.device,
-            max_gb=config.trainer.profile_max_gb,
-            report=report,
         )
 
     def _let_watch(self, trainer: PPOTrainer, status: Status, profiler: StepProfiler) -> None:

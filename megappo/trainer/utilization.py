@@ -9,18 +9,18 @@ counted though they are not computed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from megappo.config import Config
+from megappo.config import Config, SupervisedConfig
 from megappo.distributed.metrics import Tally
 from megappo.models.spec import ModelSpec
 from megappo.planner.constants import TERA, gpu_of_device
 from megappo.planner.flops import Head, mfu, train_flops
 
-HEADS: Mapping[str, Head] = {"actor": "lm", "critic": "value"}
+HEADS: Mapping[str, Head] = {"actor": "lm", "critic": "value", "rm": "value", "sft": "lm"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,23 +44,30 @@ class Utilization:
             flops = train_flops(spec, lengths.get(role, ()), head=HEADS[role])
             tally.add(f"perf/flops/{role}", flops, 1)
 
-    def finish(self, reduced: dict[str, float], *, trained: Collection[str]) -> dict[str, float]:
-        """Metrics of the roles that this step has trained; takes what `add` left in `reduced`."""
+    def finish(
+        self, reduced: dict[str, float], *, seconds: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Metrics of a step; takes what `add` left in `reduced`.
+
+        Args:
+            reduced: means over ranks.
+            seconds: role -> time of its updates, for the roles that the step has trained.
+        """
         found = {}
         for role in self.specs:
-            flops = reduced.pop(f"perf/flops/{role}")  # mean over ranks
-            seconds = reduced[f"timing_s/update_{role}"]
-            if role not in trained or not seconds:
+            flops = reduced.pop(f"perf/flops/{role}")
+            took = seconds.get(role)
+            if not took:
                 continue
-            found[f"perf/tflops/{role}"] = flops / seconds / TERA
+            found[f"perf/tflops/{role}"] = flops / took / TERA
             if self.peak_flops_per_s is not None:
                 found[f"perf/mfu/{role}"] = mfu(
-                    flops, seconds=seconds, num_devices=1, peak_flops_per_s=self.peak_flops_per_s
+                    flops, seconds=took, num_devices=1, peak_flops_per_s=self.peak_flops_per_s
                 )
         return found
 
 
-def peak_flops_per_s(config: Config, device: torch.device) -> float | None:
+def peak_flops_per_s(config: Config | SupervisedConfig, device: torch.device) -> float | None:
     """`trainer.device_peak_tflops`, or the datasheet's for bfloat16 on a device that is listed."""
     if config.trainer.device_peak_tflops:
         return config.trainer.device_peak_tflops * TERA

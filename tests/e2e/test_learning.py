@@ -57,11 +57,13 @@ def test_a_reward_model_run_goes_on_from_a_checkpoint_with_the_same_numbers(root
     shutil.rmtree(parts / "rm_hf")
     shutil.rmtree(parts / "checkpoints" / "step_000004")
     (parts / "checkpoints" / "latest").write_text("step_000002\n")
-    resumed = run(root, "train-rm", f"trainer.run_dir={parts}", *SHORT)
+    watched = ("trainer.profile_steps=[4]", "trainer.device_peak_tflops=0.5")
+    resumed = run(root, "train-rm", f"trainer.run_dir={parts}", *watched, *SHORT)
     assert resumed.returncode == 0, resumed.stderr
     assert f"resuming   from {parts / 'checkpoints' / 'step_000002'}" in resumed.stdout
     assert rows(parts) == rows(root / "whole")
     assert len(rows(parts)) == 5
+    check_watched(parts)
     for folder in (root / "whole", parts):
         settings = json.loads((folder / "rm_hf" / "config.json").read_text())
         assert settings["architectures"] == ["Qwen2ForSequenceClassification"]
@@ -71,6 +73,22 @@ def test_a_reward_model_run_goes_on_from_a_checkpoint_with_the_same_numbers(root
     again = run(root, "train-sft", f"trainer.run_dir={parts}", *SHORT)
     assert again.returncode == 2
     assert "is of a run with task rm, and task is sft now" in again.stderr
+
+
+def check_watched(run_dir):
+    """The resumed run's second step alone has a trace on each rank; both steps have an MFU."""
+    traces = sorted(path.name for path in (run_dir / "profile").iterdir())
+    assert traces == ["step_4_rank_0.json.gz", "step_4_rank_1.json.gz"]
+    kinds = [json.loads(line)["kind"] for line in (run_dir / "events.jsonl").open()]
+    assert kinds.count("profiled") == 1
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    for line in lines[3:]:
+        tokens_per_s, mfu = line["perf/tokens_per_s"], line["perf/mfu/rm"]
+        assert mfu == pytest.approx(line["perf/tflops/rm"] / 0.5)
+        # A pass costs two operations a weight and token at least, and a step is three passes.
+        weights = 4 * (32 * (32 + 16 + 16) + 32 * 32 + 3 * 32 * 64)
+        assert mfu * 0.5e12 > 6 * weights * tokens_per_s / 2
+    assert not [name for line in lines[:3] for name in line if name.startswith("perf/mfu")]
 
 
 def test_a_row_that_cannot_be_used_ends_the_run_with_2_and_is_named_once(root):

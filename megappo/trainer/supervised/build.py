@@ -21,6 +21,7 @@ from megappo.trainer.guard import Guard
 from megappo.trainer.micro_batches import MicroBatchPlanner
 from megappo.trainer.supervised.preflight import Course, SupervisedPreflight
 from megappo.trainer.supervised.trainer import SupervisedTrainer
+from megappo.trainer.utilization import Utilization, peak_flops_per_s
 
 
 def build_supervised(
@@ -48,6 +49,10 @@ def build_supervised(
         guard=Guard(
             settings=GuardSection(rules=rules_of(config), max_actions=config.guard.max_actions),
             comparable=False,
+        ),
+        utilization=Utilization(
+            specs={learner.objective.name: found.spec},
+            peak_flops_per_s=peak_flops_per_s(config, context.device),
         ),
     )
 

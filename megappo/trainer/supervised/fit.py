@@ -22,6 +22,7 @@ from megappo.loggers import Logger
 from megappo.models.hf_export import save_hf
 from megappo.trainer.export import exported_step, exporting
 from megappo.trainer.guard import Decision, StepAbandoned
+from megappo.trainer.profiler import StepProfiler
 from megappo.trainer.records import Records
 from megappo.trainer.saver import Saver
 from megappo.trainer.supervised.trainer import SupervisedTrainer
@@ -48,6 +49,7 @@ class SupervisedRun:
     saver: Saver
     loggers: Sequence[Logger]
     records: Records | None
+    profiler: StepProfiler
     total_steps: int
     changes: Sequence[str]
     """what differs from the run that wrote the checkpoint resumed from"""
@@ -107,7 +109,10 @@ class SupervisedRun:
         trainer = self.trainer
         sampler = trainer.sampler.state_dict()
         try:
-            metrics = dict(trainer.step())
+            with self.profiler.recording(trainer.step_number + 1):
+                metrics = dict(trainer.step())
+                if trainer.step_number in self.profiler.steps:
+                    trainer.on_phase(trainer.step_number, "profile")
         except StepAbandoned as abandoned:
             trainer.sampler.load_state_dict(sampler)  # a resumed run draws this step's rows again
             self._stop(abandoned.decision)

@@ -22,6 +22,7 @@ from megappo.errors import GuardStop, StopRequested
 from megappo.loggers import Logger, LoggerSettings
 from megappo.trainer.log_to import contained_loggers
 from megappo.trainer.process import Process
+from megappo.trainer.profiler import StepProfiler, make_profiler
 from megappo.trainer.records import Records
 from megappo.trainer.saver import Saver
 from megappo.trainer.status import Status
@@ -125,19 +126,21 @@ class SupervisedSession:
         records = None
         if context.is_main:
             records = Records(run_dir, rollouts_per_step=0, tokens_per_sample=0)
+        profiler = make_profiler(config.trainer, context, say=self._say, records=records)
         run = SupervisedRun(
             config=config,
             trainer=trainer,
             saver=self._make_saver(config, found, trainer, records),
             loggers=[] if records is None else self._make_loggers(config, found, course, records),
             records=records,
+            profiler=profiler,
             total_steps=course.total_steps,
             changes=found.changes,
             stop_requested=partial(self._process.stop_requested, config.trainer.max_wall_time_s),
             say=self._say,
             restarts=self._process.launch.restarts,
         )
-        self._let_watch(trainer, Status(run_dir if context.is_main else None))
+        self._let_watch(trainer, Status(run_dir if context.is_main else None), profiler)
         try:
             run.fit(found.checkpoint)
         finally:
@@ -188,17 +191,24 @@ class SupervisedSession:
         )
         return contained_loggers(config.loggers, settings, say=self._say, records=records)
 
-    def _let_watch(self, trainer: SupervisedTrainer, status: Status) -> None:
+    def _let_watch(
+        self, trainer: SupervisedTrainer, status: Status, profiler: StepProfiler
+    ) -> None:
         """Phases and forward passes move the watchdog's count."""
         watchdog = self._process.watchdog
 
         def enter(step: int, phase: str) -> None:
             watchdog.enter(step, phase)
             status.enter(phase, step)
+            profiler.watch()
+
+        def pass_begins(module: object, inputs: object) -> None:
+            watchdog.move()
+            profiler.watch()
 
         trainer.on_phase = enter
         for chunk in trainer.learner.network.chunks:
-            chunk.register_forward_pre_hook(lambda module, inputs: watchdog.move())
+            chunk.register_forward_pre_hook(pass_begins)
 
     def _say_plan(self, config: SupervisedConfig, found: SupervisedPreflight, device: str) -> None:
         spec = found.spec

@@ -16,6 +16,7 @@ from megappo.trainer.evaluate import blocks
 from megappo.trainer.guard import Guard
 from megappo.trainer.micro_batches import MicroBatchPlanner
 from megappo.trainer.resources import resource_metrics
+from megappo.trainer.utilization import Utilization
 from megappo.types import MiniBatch, RolloutBatch
 
 
@@ -31,6 +32,7 @@ class SupervisedTrainer:
     planner: MicroBatchPlanner
     """its samples are rows: a pair is one"""
     guard: Guard
+    utilization: Utilization
     step_number: int = 0
     on_phase: Callable[[int, str], None] = lambda step, phase: None
     """Told of each phase as it begins."""
@@ -127,7 +129,10 @@ class SupervisedTrainer:
             tally.add_max(name, value)
         tokens = sum(samples.total_lengths) if self.context.reports_samples else 0
         tally.add("perf/tokens_a_rank", tokens, 1)
+        reports = self.context.reports_samples
+        self.utilization.add(tally, {self.name: samples.total_lengths} if reports else {})
         reduced = dict(reduce_tally(tally, self.context))
         reduced["perf/throughput"] = reduced.pop("perf/tokens_a_rank") / reduced["timing_s/step"]
         total = reduced["perf/throughput"] * self.context.world_size
-        return {**reduced, "perf/tokens_per_s": total}
+        use = self.utilization.finish(reduced, seconds={self.name: reduced["timing_s/step"]})
+        return {**reduced, **use, "perf/tokens_per_s": total}

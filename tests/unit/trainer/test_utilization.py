@@ -29,8 +29,7 @@ def test_operations_over_time_over_peak(spec):
     tally = Tally()
     use.add(tally, {"actor": [3, 10, 3, 10], "critic": [3, 10]})
     reduced = {name: total / count for name, (total, count) in tally.sums.items()}
-    reduced |= {"timing_s/update_actor": 0.5, "timing_s/update_critic": 0.25}
-    found = use.finish(reduced, trained=["actor", "critic"])
+    found = use.finish(reduced, seconds={"actor": 0.5, "critic": 0.25})
     actor = 2 * 3 * (forward(3, head=True) + forward(10, head=True))
     critic = 3 * (forward(3, head=False) + forward(10, head=False))
     assert found == pytest.approx(
@@ -42,14 +41,13 @@ def test_operations_over_time_over_peak(spec):
         },
         rel=1e-12,
     )
-    assert set(reduced) == {"timing_s/update_actor", "timing_s/update_critic"}
+    assert reduced == {}
 
 
 def test_a_role_that_was_not_trained_has_no_figure_and_an_unknown_device_no_mfu(spec):
     use = Utilization(specs={"actor": spec, "critic": spec}, peak_flops_per_s=None)
     reduced = {"perf/flops/actor": 1.0, "perf/flops/critic": 2e12}
-    reduced |= {"timing_s/update_actor": 0.1, "timing_s/update_critic": 4.0}
-    assert use.finish(reduced, trained=["critic"]) == {"perf/tflops/critic": 0.5}
+    assert use.finish(reduced, seconds={"critic": 4.0}) == {"perf/tflops/critic": 0.5}
 
 
 def test_a_cpu_has_a_peak_only_if_it_is_given():
