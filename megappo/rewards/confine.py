@@ -4,8 +4,9 @@ Two mechanisms of the kernel that need neither root nor namespaces, so they work
 
 - Landlock (Linux 5.13): no file is written, made, renamed or removed outside one folder; none of
   another process's memory or environment is read.
-- seccomp: a filter of system calls. No socket (so no network), no new process and no other program,
-  no signal to anyone, no tracing, no change of modes or owners. Threads stay possible.
+- seccomp: a filter of system calls, see `call_filter`. No socket (so no network), no new process
+  and no other program, no signal to anyone, no tracing, no change of modes or owners, and no
+  emptying of files, which Landlock denies from Linux 6.2 on alone. Threads stay possible.
 
 With resource limits for time, memory and sizes there is then one process to kill, and nothing that
 outlives it. Not restricted: reading files that this user may read; there is no way to send them.
@@ -14,7 +15,6 @@ outlives it. Not restricted: reading files that this user may read; there is no 
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 import platform
 import resource
@@ -22,47 +22,20 @@ import signal
 import struct
 from pathlib import Path
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
+from megappo.rewards.call_filter import MACHINES, call_filter
 
-# Numbers of system calls: x86_64, aarch64; None where the architecture has no such call.
-_CALLS: dict[str, tuple[int | None, int]] = {
-    "fork": (57, -1), "vfork": (58, -1), "execve": (59, 221), "execveat": (322, 281),
-    "socket": (41, 198), "socketpair": (53, 199), "connect": (42, 203),
-    "io_uring_setup": (425, 425),
-    "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131),
-    "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
-    "pidfd_open": (434, 434), "pidfd_send_signal": (424, 424), "pidfd_getfd": (438, 438),
-    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
-    "setpgid": (109, 154), "setsid": (112, 157), "setrlimit": (160, 164), "prlimit64": (302, 261),
-    "chmod": (90, -1), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
-    "chown": (92, -1), "fchown": (93, 55), "lchown": (94, -1), "fchownat": (260, 54),
-    "utime": (132, -1), "utimes": (235, -1), "futimesat": (261, -1), "utimensat": (280, 88),
-    "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
-    "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
-    "truncate": (76, 45), "mount": (165, 40), "umount2": (166, 39), "unshare": (272, 97),
-    "setns": (308, 268), "bpf": (321, 280), "userfaultfd": (323, 282), "keyctl": (250, 219),
-    "add_key": (248, 217), "request_key": (249, 218), "perf_event_open": (298, 241),
-    "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),
-    "sched_setaffinity": (203, 122), "setpriority": (141, 140), "sethostname": (170, 161),
-}  # fmt: skip
-_CLONE: dict[str, int] = {"x86_64": 56, "aarch64": 220}
-_CLONE3 = 435
-_AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-_X32_BIT = 0x40000000
-_CLONE_THREAD = 0x00010000
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _RULE_PATH_BENEATH = 1
 # Rights over files, by the version of Landlock that brought them; all but reading and executing.
 _WRITES = (1 << 1) | sum(1 << bit for bit in range(4, 13))
 _SINCE = {2: 1 << 13, 3: 1 << 14}
-"""Version 2: move between folders; version 3: truncate."""
+"""Version 2: move between folders; version 3: truncate, which `call_filter` denies as well."""
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP = 1, 4, 22
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
 _SECCOMP_MODE_FILTER = 2
-_KILL, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 
 
 class CannotConfineError(RuntimeError):
@@ -76,7 +49,7 @@ def check() -> None:
         CannotConfineError: the system, its architecture or its kernel does not do.
     """
     machine = platform.machine()
-    if platform.system() != "Linux" or machine not in _CLONE:
+    if platform.system() != "Linux" or machine not in MACHINES:
         raise CannotConfineError(
             f"programs are confined on Linux on x86_64 and aarch64, not on {platform.system()} on "
             f"{machine}"
@@ -173,31 +146,9 @@ def _allow_below(ruleset: int, path: Path, rights: int) -> None:
 
 
 def _filter_calls(machine: str) -> None:
-    """A filter in classic BPF: 8 bytes an instruction (code, jump if true, if false, value)."""
-    column = ("x86_64", "aarch64").index(machine)
-    denied = sorted({n for pair in _CALLS.values() if (n := pair[column]) is not None and n >= 0})
-    deny = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
-    program: list[tuple[int, int, int, int]] = [
-        (_LOAD, 0, 0, 4),  # the architecture that the call is made for
-        (_EQUAL, 1, 0, _AUDIT_ARCH[machine]),
-        (_RETURN, 0, 0, _KILL),
-        (_LOAD, 0, 0, 0),  # the number of the call
-    ]
-    if machine == "x86_64":
-        program += [(_AT_LEAST, 0, 1, _X32_BIT), (_RETURN, 0, 0, _KILL)]
-    # glibc falls back to `clone` on ENOSYS, whose flags a filter can see.
-    program += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
-    program += [step for number in denied for step in ((_EQUAL, 0, 1, number), deny)]
-    program += [
-        (_EQUAL, 0, 3, _CLONE[machine]),
-        (_LOAD, 0, 0, 16),  # low half of the first argument; both machines are little-endian
-        (_ANY_BIT, 1, 0, _CLONE_THREAD),
-        deny,
-        (_RETURN, 0, 0, _ALLOW),
-    ]
-    code = b"".join(struct.pack("=HBBI", *step) for step in program)
+    code = call_filter(machine)
     buffer = ctypes.create_string_buffer(code, len(code))
-    head = struct.pack("@HP", len(program), ctypes.addressof(buffer))
+    head = struct.pack("@HP", len(code) // 8, ctypes.addressof(buffer))
     _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.c_char_p(head))
 
 

@@ -1,8 +1,13 @@
 """Programs against tests: what passes, what a program cannot do, and what is left of it."""
 
+import ctypes
+import fcntl
 import json
 import os
+import signal
 import socket
+import subprocess
+import sys
 import time
 
 import psutil
@@ -99,18 +104,29 @@ def test_a_ground_truth_without_tests_is_an_error_of_its_row(reward, truth):
 
 
 OUTSIDE = """
-import ctypes, os, shutil, signal, socket, subprocess, sys, threading
-found = []
+import ctypes, fcntl, os, shutil, signal, socket, struct, subprocess, sys, threading
+found, libc, a_page = [], ctypes.CDLL(None), {a_page}
 def attempt(what, action):
     try:
         action()
     except (OSError, ValueError):
         return
     found.append(what)
-parent, outside = os.getppid(), {outside!r}
+def checked(result):
+    if result == -1:
+        raise OSError
+def kill_by_pipe(how, value):
+    reading, writing = os.pipe()
+    fcntl.fcntl(reading, how, value)
+    fcntl.fcntl(reading, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+    os.write(writing, b"x")
+parent, other, outside = os.getppid(), {other}, {outside!r}
+libc.shmat.restype = ctypes.c_ssize_t
 attempt("write", lambda: open(outside + "/new", "w"))
 attempt("change", lambda: open(outside + "/there", "a"))
 attempt("truncate", lambda: os.truncate(outside + "/there", 0))
+attempt("empty", lambda: os.open(outside + "/there", os.O_RDONLY | os.O_TRUNC))
+attempt("empty unopened", lambda: os.open(outside + "/there", os.O_ACCMODE | os.O_TRUNC))
 attempt("remove", lambda: os.unlink(outside + "/there"))
 attempt("move", lambda: os.rename(outside + "/there", "here"))
 attempt("link", lambda: os.link(outside + "/there", "here"))
@@ -124,6 +140,13 @@ attempt("run", lambda: subprocess.run(["true"]))
 attempt("exec", lambda: os.execv("/bin/true", ["true"]))
 attempt("signal", lambda: os.kill(parent, 0))
 attempt("signal all", lambda: os.kill(-1, signal.SIGKILL))
+attempt("owner", lambda: kill_by_pipe(fcntl.F_SETOWN, other))
+attempt("thread's owner", lambda: kill_by_pipe(15, struct.pack("ii", 1, other)))
+attempt("signal of a pipe", lambda: fcntl.fcntl(os.pipe()[0], 10, signal.SIGKILL))
+attempt("rank", lambda: os.sched_setscheduler(other, os.SCHED_IDLE, os.sched_param(0)))
+attempt("outlive", lambda: checked(libc.prctl(1, 0)))
+attempt("attach", lambda: checked(libc.shmat(a_page, None, 0)))
+attempt("drop memory", lambda: checked(libc.shmctl(a_page, 0, None)))
 attempt("environment", lambda: open(f"/proc/{{parent}}/environ", "rb").read())
 attempt("memory", lambda: open(f"/proc/{{parent}}/mem", "r+b"))
 attempt("session", lambda: os.setsid())
@@ -135,21 +158,87 @@ print(*found)
 """
 
 
-def test_a_program_reaches_nothing_outside_its_folder(reward, tmp_path):
+@pytest.fixture
+def other():
+    """A process that anybody may kill."""
+    process = subprocess.Popen(["sleep", "600"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def a_page():
+    """Number of a piece of shared memory that others of this user can reach."""
+    libc = ctypes.CDLL(None)
+    number = libc.shmget(0, 4096, 0o600)  # IPC_PRIVATE
+    assert number >= 0
+    yield number
+    libc.shmctl(number, 0, None)  # IPC_RMID
+
+
+def test_a_program_reaches_nothing_outside_its_folder(reward, tmp_path, other, a_page):
     (tmp_path / "there").write_text("as it was")
     with socket.create_server(("127.0.0.1", 0)) as server:
-        program = OUTSIDE.format(outside=str(tmp_path), port=server.getsockname()[1])
+        port = server.getsockname()[1]
+        program = OUTSIDE.format(outside=str(tmp_path), port=port, other=other.pid, a_page=a_page)
         truth = json.dumps({"inputs": [""], "outputs": ["thread"]})
         assert reward(in_block(program), truth, {}) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
     assert (tmp_path / "there").read_text() == "as it was"
+    assert other.poll() is None
+    assert ctypes.CDLL(None).shmctl(a_page, 0, None) == 0
 
 
-def test_the_same_acts_succeed_without_the_confinement(tmp_path):
+ON_AN_OLD_KERNEL = """
+import os, sys
+from pathlib import Path
+from megappo.rewards import confine
+confine._landlock_version = lambda: 1  # rights of later versions are then not asked for
+confine.confine(Path.cwd(), cpu_s=60, memory_bytes=2**30, file_bytes=2**20)
+for mode in (os.O_RDONLY, os.O_WRONLY, os.O_RDWR, os.O_ACCMODE):
+    try:
+        os.open(sys.argv[1], mode | os.O_TRUNC)
+    except PermissionError:
+        print("denied")
+open("mine", "w").close()
+"""
+
+
+def test_nothing_outside_is_emptied_where_landlock_does_not_know_of_it(tmp_path):
+    there, inside = tmp_path / "there", tmp_path / "inside"
+    there.write_text("as it was")
+    inside.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", ON_AN_OLD_KERNEL, str(there)],
+        cwd=inside,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.stdout, done.stderr) == ("denied\n" * 4, "")
+    assert there.read_text() == "as it was"
+
+
+def test_the_same_acts_succeed_without_the_confinement(tmp_path, other, a_page):
     """So that the test above can fail: of what it tries, this process can do what it tries here."""
-    (tmp_path / "there").write_text("x")
-    os.truncate(tmp_path / "there", 0)
+    there = tmp_path / "there"
+    for mode in (os.O_RDONLY, os.O_ACCMODE):
+        there.write_text("x")
+        os.close(os.open(there, mode | os.O_TRUNC))
+        assert there.read_text() == ""
+    os.truncate(there, 0)
     os.kill(os.getppid(), 0)
+    os.sched_setscheduler(other.pid, os.SCHED_IDLE, os.sched_param(0))
+    reading, writing = os.pipe()
+    fcntl.fcntl(reading, fcntl.F_SETOWN, other.pid)
+    fcntl.fcntl(reading, 10, signal.SIGKILL)  # F_SETSIG
+    fcntl.fcntl(reading, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+    os.write(writing, b"x")
+    assert other.wait(timeout=120) == -signal.SIGKILL
+    os.close(reading), os.close(writing)
+    assert ctypes.CDLL(None).shmctl(a_page, 0, None) == 0
     pid = os.fork()
     if pid == 0:
         os._exit(0)
