@@ -2,7 +2,7 @@
 
 What it prints goes to the rank's log. A call over its time, memory or number of processes is an
 error of the reward, and its process is killed with all below it. See `custom_worker` for how the
-function is called.
+function is called. Of an async function of one sample only the samples that hang are errors.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from megappo.rewards.base import (
     Sample,
 )
 from megappo.rewards.worker_pool import Limits, OverLimitError, WorkerPool
+
+ANSWER_MARGIN_S = 10.0
+"""After `timeout_s` an async function has this long to let the others' scores be told."""
 
 
 def make(settings: CustomRewardSection, *, num_workers: int) -> Reward:
@@ -48,24 +51,29 @@ def make(settings: CustomRewardSection, *, num_workers: int) -> Reward:
             max_reply_bytes=64 * 1024**2,
         ),
         num_workers=num_workers,
-        settings={"path": str(path.absolute()), "name": settings.name},
+        settings={
+            "path": str(path.absolute()),
+            "name": settings.name,
+            "sample_timeout_s": settings.timeout_s,
+        },
     )
     kind = pool.start()
     if kind["is_batch"] or kind["is_async"]:
-        return CustomGroupReward(pool, settings)
+        margin_s = 0.0 if kind["is_batch"] else ANSWER_MARGIN_S
+        return CustomGroupReward(pool, settings, margin_s=margin_s)
     return _OneByOne(pool, settings)
 
 
 class CustomGroupReward(GroupReward):
     """A function that is asked for several samples in one call."""
 
-    def __init__(self, pool: WorkerPool, settings: CustomRewardSection) -> None:
+    def __init__(self, pool: WorkerPool, settings: CustomRewardSection, *, margin_s: float) -> None:
         self.group_size = settings.batch_size
-        self._pool, self._settings = pool, settings
+        self._pool, self._settings, self._margin_s = pool, settings, margin_s
 
     def score(self, samples: Sequence[Sample]) -> list[float | Exception]:
         """See `GroupReward`."""
-        return _ask(self._pool, samples, self._settings)
+        return _ask(self._pool, samples, self._settings, margin_s=self._margin_s)
 
 
 class _OneByOne:
@@ -85,18 +93,25 @@ class _OneByOne:
 
 
 def _ask(
-    pool: WorkerPool, samples: Sequence[Sample], settings: CustomRewardSection
+    pool: WorkerPool,
+    samples: Sequence[Sample],
+    settings: CustomRewardSection,
+    *,
+    margin_s: float = 0.0,
 ) -> list[float | Exception]:
+    what = f"{settings.name} of {settings.path}"
+    remedy = "mend it, or raise a limit of reward.custom"
     try:
-        reply = pool.ask({"samples": [list(sample) for sample in samples]})
+        request = {"samples": [list(sample) for sample in samples]}
+        reply = pool.ask(request, margin_s=margin_s)
     except OverLimitError as error:
-        raise RewardHungError(
-            f"{settings.name} of {settings.path} {error}: mend it, or raise a limit of "
-            "reward.custom"
-        ) from error
+        raise RewardHungError(f"{what} {error}: {remedy}") from error
+    hung = set(reply.get("hung", ()))
     found: list[float | Exception] = []
-    for entry in reply["scores"]:
-        if entry[0] is None:
+    for number, entry in enumerate(reply["scores"]):
+        if number in hung:
+            found.append(RewardHungError(f"{what} took over {settings.timeout_s} s: {remedy}"))
+        elif entry[0] is None:
             found.append(ForeignRewardError(entry[1], place=entry[2]))
         else:
             found.append(float(entry[0]))

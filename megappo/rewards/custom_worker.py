@@ -8,7 +8,7 @@ function's parameters say what it is given, by these names (verl's are known too
 
 In: `{"samples": [[data_source, response, ground_truth, extra_info], ...]}`. Out:
 `{"scores": [[score, ""] or [null, error, place], ...]}`. An async function of one sample runs for
-all samples of a request at once.
+all samples of a request at once; `"hung": [number, ...]` are those that had no score in time.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def _start(settings: Mapping[str, Any]) -> dict[str, Any]:
         getattr(function, "__call__", None)  # noqa: B004 (an object's own async method)
     )
     _state.update(function=function, names=names, is_batch=is_batch, is_async=is_async)
+    _state.update(timeout_s=settings["sample_timeout_s"])
     return {"is_batch": is_batch, "is_async": is_async}
 
 
@@ -101,7 +102,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     if _state["is_batch"]:
         return {"scores": _of_batch(samples)}
     if _state["is_async"]:
-        return {"scores": asyncio.run(_of_all_at_once(samples))}
+        return _of_all_at_once(samples, timeout_s=_state["timeout_s"])
     return {"scores": [_of_one(sample) for sample in samples]}
 
 
@@ -119,14 +120,35 @@ def _of_batch(samples: Sequence[Sequence[Any]]) -> list[list[Any]]:
     return [_value_or_failure(value) for value in values]
 
 
-async def _of_all_at_once(samples: Sequence[Sequence[Any]]) -> list[list[Any]]:
+def _of_all_at_once(samples: Sequence[Sequence[Any]], *, timeout_s: float) -> dict[str, Any]:
+    """The reply; this process is of no more use if a sample hangs."""
+    hung: list[int] = []
+    runner = asyncio.Runner()
+    try:
+        tasks = runner.run(_started(samples, timeout_s))
+        hung = [number for number, task in enumerate(tasks) if not task.done()]
+        scores = [task.result() if task.done() else _no_score("hung") for task in tasks]
+        return {"scores": scores, "hung": hung, "spent": bool(hung)}
+    finally:
+        # What hangs may be a thread, for which `close` would wait.
+        if not hung:
+            runner.close()
+
+
+async def _started(
+    samples: Sequence[Sequence[Any]], timeout_s: float
+) -> list[asyncio.Task[list[Any]]]:
+    """A task for each sample, with all the time that they get."""
+
     async def one(sample: Sequence[Any]) -> list[Any]:
         try:
             return _value(await _state["function"](**_given(sample)))
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             return _failure(error)
 
-    return list(await asyncio.gather(*map(one, samples)))
+    tasks = [asyncio.create_task(one(sample)) for sample in samples]
+    await asyncio.wait(tasks, timeout=timeout_s)
+    return tasks
 
 
 async def _awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -168,7 +190,7 @@ def _no_score(text: str) -> list[Any]:
     return [None, text, "its return value"]
 
 
-def _failure(error: Exception) -> list[Any]:
+def _failure(error: BaseException) -> list[Any]:
     if isinstance(error, MemoryError):
         raise error
     return [None, f"{type(error).__name__}: {error}"[:2000], _place(error).strip(" ()")]

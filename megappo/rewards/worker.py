@@ -3,8 +3,8 @@
 One JSON object a line. In: once the settings, then requests, each with `timeout_s`. Out: once
 `{"ready": facts}` or `{"refused": text}`, then for each request the task's own reply, or one of
 `{"timeout": true}`, `{"out_of_memory": true}`, `{"too_long": bytes}`, `{"too_many": processes}`,
-`{"too_full": true}`, `{"ended": status}`, `{"garbled": text}` and `{"error": text}`. It ends when
-stdin closes.
+`{"unwaited": processes}`, `{"too_full": true}`, `{"ended": status}`, `{"garbled": text}` and
+`{"error": text}`. It ends when stdin closes.
 
 The process itself only supervises. What a task does happens in a fork, of which it takes four
 things from outside: time (a child over its time is killed, and the next fork starts with everything
@@ -13,8 +13,10 @@ of a reply. Memory is the kernel's limit on address space. Forking is safe here 
 has one thread.
 
 A child dies with the supervisor, by the kernel's hand. Processes that a child leaves behind become
-the supervisor's, which kills them when that child or itself ends. Not covered: a supervisor that
-is killed (SIGKILL) while its child has children of its own.
+the supervisor's, which kills them when that child or itself ends; a child that answers requests one
+after the other may keep some between them, such as a pool, and they count in the next request.
+Those that have ended do not, up to a limit on those that it never waits for. Not covered: a
+supervisor that is killed (SIGKILL) while its child has children of its own.
 """
 
 from __future__ import annotations
@@ -43,6 +45,8 @@ START_TIMEOUT_S = 100.0
 """For a child to be ready; less than the pool waits for the supervisor."""
 LOOK_S = 0.1
 """How often the processes below a child at work are counted, and what is in its folder."""
+MOST_ENDED = 100
+"""Processes below a child that have ended, and that it has not waited for."""
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -51,7 +55,7 @@ class Task:
     """What a kind of worker does; a module names it `TASK`."""
 
     answer: Callable[[Message], Message]
-    """In the child: a request's reply."""
+    """In the child: a request's reply; with `"spent": true` the next one gets another child."""
     prepare: Callable[[], None] = lambda: None
     """In the supervisor, once: imports that forks then share. No code of users or models."""
     start: Callable[[Mapping[str, Any]], Message] = lambda settings: {}
@@ -100,7 +104,7 @@ def _serve(child: _Child, line: str, replies: TextIO) -> _Child:
             _send(replies, again)
             return child
     reply = child.ask(line.encode(), timeout_s=json.loads(line)["timeout_s"])
-    if child.task.one_request_a_child or not child.usable:
+    if child.task.one_request_a_child or not child.usable or reply.get("spent"):
         child.end()
         child = child.replaced()
         # Ready before the reply, so that the next request finds it so.
@@ -194,8 +198,13 @@ class _Child:
         return reply
 
     def _look(self) -> None:
-        if (number := len(_descendants())) > self._settings["max_processes"]:
+        self._reap()
+        family = _descendants()
+        num_ended = sum(family.values())
+        if (number := len(family) - num_ended) > self._settings["max_processes"]:
             raise _Lost({"too_many": number})
+        if num_ended > MOST_ENDED:
+            raise _Lost({"unwaited": num_ended})
         max_bytes = self._settings["max_folder_bytes"]
         # What it was asked may lie there too.
         if max_bytes is not None and is_over(
@@ -222,7 +231,8 @@ class _Child:
         while family := _descendants():
             for pid in family:
                 _kill(pid)
-            self._reap()
+            if not self._reap():
+                time.sleep(0.001)
         os.close(self._to_child)
         os.close(self._from_child)
         self._to_child = -1
@@ -232,21 +242,19 @@ class _Child:
             # The reply matters more; standard error is the rank's log.
             print(f"{self._folder} is left: {error!r}", file=sys.stderr)  # noqa: T201
 
-    def _reap(self) -> None:
-        """Takes in every process that has ended; waits a moment if none has."""
+    def _reap(self) -> bool:
+        """Takes in every process of the supervisor's own that has ended; whether one had."""
         found = False
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
-                return
+                return found
             if pid == 0:
-                break
+                return found
             found = True
             if pid == self._pid:
                 self._status = os.waitstatus_to_exitcode(status)
-        if not found:
-            time.sleep(0.001)
 
     def _wait(self, options: int) -> int | None:
         """Exit code, negative for a signal; None while it runs."""
@@ -261,9 +269,10 @@ class _Lost(Exception):  # noqa: N818, what became of a child
         self.reply = reply
 
 
-def _descendants() -> list[int]:
-    """Every process below this one, those that nobody has reaped included."""
+def _descendants() -> dict[int, bool]:
+    """Every process below this one: its id, and whether it has ended and nobody has reaped it."""
     children: dict[int, list[int]] = {}
+    ended: set[int] = set()
     for name in os.listdir("/proc"):
         if name.isdecimal():
             try:
@@ -271,13 +280,16 @@ def _descendants() -> list[int]:
             except OSError:
                 continue  # It ended meanwhile.
             # The name in brackets may hold anything, brackets too.
-            children.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(name))
+            state, parent = stat.rpartition(")")[2].split()[:2]
+            children.setdefault(int(parent), []).append(int(name))
+            if state in "ZX":
+                ended.add(int(name))
     found: list[int] = []
     new = [os.getpid()]
     while new:
         new = [child for pid in new for child in children.get(pid, [])]
         found += new
-    return found
+    return {pid: pid in ended for pid in found}
 
 
 def _kill(pid: int) -> None:

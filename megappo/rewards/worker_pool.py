@@ -51,7 +51,7 @@ class Limits:
     memory_bytes: int = 2 * 1024**3
     """Address space of each process."""
     max_processes: int = 1
-    """At work for one request."""
+    """Alive for one request, those that earlier ones have left included."""
     max_reply_bytes: int = 1024**2
     max_folder_bytes: int | None = None
     """In the folder of a request, beyond the request itself; None: not looked at."""
@@ -101,8 +101,12 @@ class WorkerPool:
         for _ in range(num_workers):
             self._idle.put(None)
 
-    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def ask(self, request: Mapping[str, Any], *, margin_s: float = 0.0) -> dict[str, Any]:
         """The task's reply.
+
+        Args:
+            request: JSON.
+            margin_s: Beyond the limit of time, for a task that keeps that limit itself.
 
         Raises:
             OverLimitError: If the request was over a limit.
@@ -113,7 +117,7 @@ class WorkerPool:
         try:
             if worker is None or not worker.alive:
                 worker = _Worker(self._task, self._settings, self._environment)
-            return worker.ask(request, limits=self.limits)
+            return worker.ask(request, limits=self.limits, margin_s=margin_s)
         finally:
             # Also on errors, or the pool would shrink for ever. None stands for one to be started.
             self._idle.put(worker if worker is not None and worker.alive else None)
@@ -188,11 +192,12 @@ class _Worker:
         self._ready, self._facts = True, reply["ready"]
         return self._facts
 
-    def ask(self, request: Mapping[str, Any], *, limits: Limits) -> dict[str, Any]:
+    def ask(self, request: Mapping[str, Any], *, limits: Limits, margin_s: float) -> dict[str, Any]:
         self.await_ready()
+        timeout_s = limits.timeout_s + margin_s
         try:
-            self._send({**request, "timeout_s": limits.timeout_s})
-            reply = self._receive(timeout_s=limits.timeout_s + STUCK_MARGIN_S)
+            self._send({**request, "timeout_s": timeout_s})
+            reply = self._receive(timeout_s=timeout_s + STUCK_MARGIN_S)
         except BaseException:
             # What is left in the pipes would be taken for the next reply.
             self.kill()
@@ -201,6 +206,7 @@ class _Worker:
             "timeout": f"took over {limits.timeout_s} s",
             "out_of_memory": f"took over {limits.memory_bytes / 2**20:.0f} MiB of memory",
             "too_many": f"had over {limits.max_processes} process(es)",
+            "unwaited": f"left {reply.get('unwaited')} ended processes that it never waited for",
             "too_full": f"filled its folder (over {limits.max_folder_bytes} bytes, or "
             f"{limits.max_folder_entries} files and folders)",
             "too_long": f"said over {limits.max_reply_bytes} bytes",

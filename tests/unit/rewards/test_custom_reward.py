@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import signal
 import time
 
@@ -30,6 +31,38 @@ async def waits(response, ground_truth):
     if response == "3":
         raise KeyError("three")
     return float(response)
+
+async def hangs_at_times(response):
+    if response == "hangs":
+        await asyncio.sleep(600)
+    if response == "hangs in a thread":
+        await asyncio.to_thread(time.sleep, 600)
+    if response == "blocks":
+        time.sleep(600)
+    if response == "cancels itself":
+        raise asyncio.CancelledError("by itself")
+    return float(response)
+
+def forgets(response):
+    """Leaves processes that have ended, or one that goes on."""
+    for _ in range(101 if response == "many" else 1):
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(600 * (response == "goes on"))
+            os._exit(0)
+        if response != "goes on":
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    return 1.0
+
+def orphans(response):
+    """Leaves a process that ends once nobody is there who would wait for it."""
+    if response == "orphan":
+        pid = os.fork()
+        if pid == 0:
+            os.fork() or time.sleep(0.01)
+            os._exit(0)
+        os.waitpid(pid, 0)
+    return 1.0
 
 def batch(data_sources, solution_strs, ground_truths, extra_infos):
     assert len(solution_strs) == len(ground_truths) == len(extra_infos) == len(data_sources)
@@ -96,10 +129,15 @@ def path(tmp_path_factory):
 
 @pytest.fixture
 def scorer_of(path):
-    def make(name, *, max_error_rate=0.0, **settings):
+    def make(name, *, max_error_rate=0.0, num_threads=4, **settings):
         section = CustomRewardSection(path=str(path), name=name, **settings)
         return Scorer(
-            RewardSection(custom=section, sources={"*": "custom"}, max_error_rate=max_error_rate)
+            RewardSection(
+                custom=section,
+                sources={"*": "custom"},
+                max_error_rate=max_error_rate,
+                num_threads=num_threads,
+            )
         )
 
     return make
@@ -122,6 +160,14 @@ def workers():
     return [p for p in mine if is_of(p, "custom_worker")]
 
 
+def has_ended(process):
+    """Whether nobody has waited for its end yet."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def test_functions_of_one_sample_are_called_by_the_names_of_their_parameters(scorer_of):
     assert scorer_of("good").score(rows("1", "2")).scores == [1.0, 0.0]
     assert scorer_of("numbered").score(rows("1", "2")).scores == [111.0, 112.0]
@@ -135,6 +181,51 @@ def test_an_async_function_runs_for_a_whole_group_at_once(scorer_of):
     assert time.monotonic() - started < 40 * 0.3 / 2
     assert result.scores == [0.0 if n == 3 else float(n) for n in range(40)]
     assert (result.errors, result.timeouts) == (1, 0)
+
+
+def test_a_sample_that_hangs_in_an_async_function_fails_alone(scorer_of, caplog):
+    reward = scorer_of("hangs_at_times", max_error_rate=1.0, timeout_s=0.2)
+    for _ in range(2):  # the second call has another process
+        result = reward.score(rows("1", "hangs", "2", "hangs in a thread", "cancels itself", "3"))
+        assert result.scores == [1.0, 0.0, 2.0, 0.0, 0.0, 3.0]
+        assert result.failed == [False, True, False, True, True, False]
+        assert result.timeouts == 2
+    assert re.search(r"hangs_at_times of .*my_rewards.py took over 0\.2 s: mend it", caplog.text)
+    assert "CancelledError: by itself (my_rewards.py:" in caplog.text
+
+
+def test_one_that_blocks_the_others_of_its_call_fails_with_them(scorer_of, monkeypatch):
+    monkeypatch.setattr(custom, "ANSWER_MARGIN_S", 0.1)
+    result = scorer_of("hangs_at_times", max_error_rate=1.0, timeout_s=0.2).score(
+        rows("1", "blocks", "2")
+    )
+    assert (result.errors, result.timeouts) == (3, 3)
+
+
+def test_processes_that_a_reward_leaves_count_in_its_next_calls_until_they_end(scorer_of):
+    limits = {"max_error_rate": 1.0, "max_processes": 4, "num_threads": 1}
+    assert scorer_of("forgets", **limits).score(rows(*["ended"] * 12)).errors == 0
+    # Itself and three others are four; with the next one all are ended.
+    result = scorer_of("forgets", **limits).score(rows(*["goes on"] * 8))
+    assert result.scores == [1.0, 1.0, 1.0, 0.0] * 2
+    assert result.timeouts == 2
+
+
+def test_processes_that_have_ended_and_belong_to_nobody_are_taken_in(scorer_of):
+    before = workers()
+    reward = scorer_of("orphans", max_processes=64, num_threads=1)
+    reward.score(rows(*["orphan"] * 10))
+    (supervisor,) = (p for p in workers() if p not in before and p.ppid() == os.getpid())
+    deadline = time.monotonic() + 60
+    while any(map(has_ended, supervisor.children())):
+        assert time.monotonic() < deadline
+        reward.score(rows("well"))
+
+
+def test_a_reward_that_waits_for_none_of_its_processes_has_a_limit_too(scorer_of):
+    reward = scorer_of("forgets", max_processes=4, num_threads=1)
+    with pytest.raises(RuntimeError, match=r"forgets of .* left \d+ ended processes that it never"):
+        reward.score(rows("many"))
 
 
 def test_a_signal_that_stops_the_run_leaves_a_reward_at_work_alone(scorer_of):
