@@ -155,12 +155,18 @@ def test_an_unknown_method_lists_the_known_ones():
         score("#### 18", "18", method="loose")
 
 
-@pytest.mark.parametrize(("name", "num_rows"), [("train", 7473), ("test", 1319)])
-def test_every_gold_answer_of_gsm8k_scores_one_and_its_neighbours_zero(name, num_rows):
+def gold_answers(name):
     path = GSM8K / f"{name}.jsonl"
     if not path.exists():
         pytest.skip(f"{path} is not there; set MEGAPPO_GSM8K_DIR to a folder with GSM8K's jsonl")
-    answers = [json.loads(line)["answer"] for line in path.read_text("utf-8").splitlines()]
+    return [json.loads(line)["answer"] for line in path.read_text("utf-8").splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("names", "num_rows"), [(("train",), 7473), (("test",), 1319), (("train", "test"), 8792)]
+)
+def test_every_gold_answer_of_gsm8k_scores_one_and_its_neighbours_zero(names, num_rows):
+    answers = [answer for name in names for answer in gold_answers(name)]
     truths = [answer.split("####")[1].strip() for answer in answers]
     assert len(answers) == num_rows
     wrong = [
