@@ -1,10 +1,10 @@
 """Scores responses with the rewards of their rows, and never hides a reward that fails.
 
-A reward that raises, or returns anything but a finite number, leaves that response without a score:
-it is marked in `ScoreResult.failed` and counted in no mean. Above `max_error_rate` the batch is
-refused, for a policy that trains on failures of its verifier learns nothing true. Rewards run in
-threads, and those that may hang in processes that can be killed; a reward of a plug-in that runs in
-a thread brings its own time limit.
+A reward that raises, or returns anything but a finite number of float32's range, leaves that
+response without a score: it is marked in `ScoreResult.failed` and counted in no mean. Above
+`max_error_rate` the batch is refused, for a policy that trains on failures of its verifier learns
+nothing true. Rewards run in threads, and those that may hang in processes that can be killed; a
+reward of a plug-in that runs in a thread brings its own time limit.
 
 A `Scoring` takes responses as they come, in any order, and gives the same result as if they had
 all come at once: which samples share a call of a group reward follows from their numbers.
@@ -16,14 +16,14 @@ import logging
 import math
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from pathlib import Path
 
-from megappo.config.rewards import RewardSection
+from megappo.config.rewards import TOTAL, RewardSection
 from megappo.registry import Registry
 from megappo.rewards import REWARDS, Term, resolve
 from megappo.rewards.base import (
@@ -38,6 +38,9 @@ from megappo.rewards.base import (
 from megappo.rewards.threads import RewardThreads
 
 _log = logging.getLogger(__name__)
+
+LARGEST = (2 - 2**-23) * 2.0**127
+"""Of float32, in which a batch holds its scores; a larger one would become infinite there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,10 +232,10 @@ class Scoring:
             RuntimeError: If more than `max_error_rate` of the samples failed.
         """
         assert len(self._samples) == len(self._terms), "every sample is put before the result"
-        outcomes: dict[tuple[int, str], _Outcome] = {}
-        for call in self._calls:
-            assert call.future is not None
-            outcomes.update(zip(call.members, call.future.result(), strict=True))
+        outcomes = self._outcomes()
+        for number, terms in enumerate(self._terms):
+            # No term has this label.
+            outcomes[number, TOTAL] = _sum(terms, [outcomes[number, t.label] for t in terms])
         samples = [self._samples[number] for number in range(len(self._terms))]
         failed = [
             (number, label, outcome.error)
@@ -240,34 +243,52 @@ class Scoring:
             if outcome.error is not None
         ]
         self._scorer.report(samples, failed)
-        return self._summed(samples, outcomes)
+        return self._summed(samples, outcomes, {number for number, _, _ in failed})
+
+    def _outcomes(self) -> dict[tuple[int, str], _Outcome]:
+        """Of every term."""
+        found: dict[tuple[int, str], _Outcome] = {}
+        for call in self._calls:
+            assert call.future is not None
+            found.update(zip(call.members, call.future.result(), strict=True))
+        return found
 
     def _summed(
-        self, samples: Sequence[Sample], outcomes: Mapping[tuple[int, str], _Outcome]
+        self,
+        samples: Sequence[Sample],
+        outcomes: Mapping[tuple[int, str], _Outcome],
+        failed: Container[int],
     ) -> ScoreResult:
-        scores: list[float] = []
-        failed: list[bool] = []
         per_source: dict[str, tuple[float, int]] = {}
         per_part: dict[tuple[str, str], tuple[float, int]] = {}
         for number, (sample, terms) in enumerate(zip(samples, self._terms, strict=True)):
-            total = 0.0
+            source = sample.data_source
             for term in terms:
                 outcome = outcomes[number, term.label]
-                total += term.weight * outcome.score
                 if outcome.error is None:
-                    part = (sample.data_source, term.label)
+                    part = (source, term.label)
                     per_part[part] = _added(per_part.get(part), outcome.score)
-            scores.append(total)
-            failed.append(any(outcomes[number, term.label].error is not None for term in terms))
-            if not failed[-1]:
-                per_source[sample.data_source] = _added(per_source.get(sample.data_source), total)
+            if number not in failed:
+                total = outcomes[number, TOTAL].score
+                per_source[source] = _added(per_source.get(source), total)
         return ScoreResult(
-            scores=scores,
-            failed=failed,
+            scores=[outcomes[number, TOTAL].score for number in range(len(samples))],
+            failed=[number in failed for number in range(len(samples))],
             timeouts=len({n for (n, _), o in outcomes.items() if o.timed_out}),
             per_source=per_source,
             per_part=per_part,
         )
+
+
+def _sum(terms: Sequence[Term], outcomes: Sequence[_Outcome]) -> _Outcome:
+    """With weights; a part that failed or gave up adds what it has, 0."""
+    total = 0.0
+    for term, outcome in zip(terms, outcomes, strict=True):
+        total += term.weight * outcome.score
+    try:
+        return _Outcome(score=_checked(total))
+    except ValueError as error:
+        return _Outcome(error=error)
 
 
 def _calls(terms: Sequence[tuple[Term, ...]]) -> Iterator[_Call]:
@@ -310,18 +331,18 @@ def _run(reward: Reward, samples: Sequence[Sample]) -> list[_Outcome]:
 
 
 def _outcome(value: object) -> _Outcome:
-    if isinstance(value, RewardTimeoutError):
-        return _Outcome(score=value.score, timed_out=True)
-    if isinstance(value, Exception):
+    gave_up = isinstance(value, RewardTimeoutError)
+    if isinstance(value, Exception) and not gave_up:
         return _Outcome(error=value, timed_out=isinstance(value, RewardHungError))
     try:
-        return _Outcome(score=_checked(value))
+        score = value.score if isinstance(value, RewardTimeoutError) else value
+        return _Outcome(score=_checked(score), timed_out=gave_up)
     except Exception as error:  # a plug-in's own kind of number may raise anything
-        return _Outcome(error=error)
+        return _Outcome(error=error, timed_out=gave_up)
 
 
 def _checked(value: object) -> float:
-    """The score as a float, if it is a finite number; Python and NumPy numbers alike."""
+    """The score as a float, if it is a number that float32 holds; Python's and NumPy's alike."""
     if not isinstance(value, Real):
         raise TypeError(
             f"a reward must return one number, got {value!r:.100} of type {type(value).__name__}"
@@ -329,6 +350,8 @@ def _checked(value: object) -> float:
     score = float(value)
     if not math.isfinite(score):
         raise ValueError(f"a reward must return a finite number, got {score}")
+    if abs(score) > LARGEST:
+        raise ValueError(f"a score is a float32, at most {LARGEST:.8g} in size, got {score}")
     return score
 
 

@@ -35,6 +35,17 @@ def fail_on_three(response, ground_truth, extra_info):
     return float(response)
 
 
+def returns(value):
+    """A reward of this value, which it raises if that is an exception."""
+
+    def reward(response, ground_truth, extra_info):
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    return reward
+
+
 def samples(count, source="toy"):
     return [(source, str(n), "", {}) for n in range(count)]
 
@@ -115,16 +126,39 @@ def test_a_rate_of_exactly_the_limit_is_allowed():
         (float("nan"), "ValueError: a reward must return a finite number, got nan"),
         (float("-inf"), "ValueError: a reward must return a finite number, got -inf"),
         (10**400, "OverflowError: int too large to convert to float"),
+        (3.5e38, "ValueError: a score is a float32, at most 3.4028235e+38 in size, got 3.5e+38"),
+        (-1e308, "ValueError: a score is a float32, at most 3.4028235e+38 in size, got -1e+308"),
+        (RewardTimeoutError("late", score=float("nan")), "a reward must return a finite number"),
     ],
 )
 def test_a_value_that_is_no_finite_number_is_a_named_error(value, cause, caplog):
     with caplog.at_level(logging.WARNING):
-        result = scorer(lambda *row: value, max_error_rate=1.0).score(samples(2))
+        result = scorer(returns(value), max_error_rate=1.0).score(samples(2))
     assert result.scores == [0.0, 0.0]
     assert result.errors == 2
     assert cause in caplog.text
     with pytest.raises(RuntimeError, match="2 of 2 rewards failed"):
-        scorer(lambda *row: value, max_error_rate=0.9).score(samples(2))
+        scorer(returns(value), max_error_rate=0.9).score(samples(2))
+
+
+@pytest.mark.parametrize("size", [np.finfo(np.float32).max, float(np.finfo(np.float32).max)])
+def test_the_largest_numbers_of_a_batch_are_scores(size):
+    result = scorer(returns(-size), max_error_rate=0.0).score(samples(1))
+    assert np.isfinite(np.array(result.scores, dtype=np.float32)).all()
+
+
+@pytest.mark.parametrize("weight", [3.0, 1e300, -1e308])
+def test_a_sum_that_a_batch_cannot_hold_has_failed(weight, caplog):
+    sources = {"mixed": ["number", {"name": "large", "weight": weight}]}
+    registry = registry_of(number=number_in_response, large=lambda *row: 2e38 * float(row[0]))
+    settings = RewardSection(sources=sources, max_error_rate=0.5)
+    batch = [("mixed", "1", "", {}), ("mixed", "0", "", {})]
+    with caplog.at_level(logging.WARNING):
+        result = Scorer(settings, registry=registry).score(batch)
+    assert (result.scores, result.failed) == ([0.0, 0.0], [True, False])
+    assert result.per_source == {"mixed": (0.0, 1)}
+    assert result.per_part == {("mixed", "number"): (1.0, 2), ("mixed", "large"): (2e38, 2)}
+    assert "reward 'score' of data_source 'mixed' failed" in caplog.text
 
 
 @pytest.mark.parametrize("value", [True, 1, np.float32(1.0), np.int64(1)])
@@ -197,14 +231,14 @@ def test_rewards_that_wait_or_work_do_not_hold_up_the_end_of_the_process(how):
 
 def test_a_closed_scorer_lets_go_of_its_threads_and_starts_anew():
     toy = scorer(number_in_response, num_threads=3)
-    before = threading.active_count()
+    before = set(threading.enumerate())
     assert toy.score(samples(3)).scores == [0.0, 1.0, 2.0]
-    assert threading.active_count() == before + 3
+    assert len(set(threading.enumerate()) - before) == 3
     scoring = toy.begin(["toy"])
     toy.close()
     toy.close()
     deadline = time.monotonic() + 15
-    while threading.active_count() > before:
+    while set(threading.enumerate()) - before:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     scoring.put(0, Sample("toy", "1", "", {}))  # late: it is dropped
