@@ -180,6 +180,11 @@ class RewardSection:
         0, "samples of each data_source shown on the screen a step", verl="reward_model.num_examine"
     )
     num_threads: int = opt(4, "responses scored at once on a rank", verl="reward_model.num_workers")
+    step_timeout_s: float = opt(
+        0.0,
+        "seconds that a step waits for its rewards once the responses are there; a sample without "
+        "a score then counts as failed. 0: until every reward has ended",
+    )
     max_error_rate: float = opt(
         0.05,
         "share of a step's responses, over all ranks, whose reward may fail before the run stops",
@@ -200,7 +205,11 @@ class RewardSection:
         p.positive(
             num_threads=self.num_threads, overlong_penalty_factor=self.overlong_penalty_factor
         )
-        p.not_negative(overlong_buffer=self.overlong_buffer, num_examine=self.num_examine)
+        p.not_negative(
+            overlong_buffer=self.overlong_buffer,
+            num_examine=self.num_examine,
+            step_timeout_s=self.step_timeout_s,
+        )
         p.within(0, 1, max_error_rate=self.max_error_rate)
         for source in self.sources:
             try:

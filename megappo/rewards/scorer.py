@@ -4,7 +4,8 @@ A reward that raises, or returns anything but a finite number of float32's range
 response without a score: it is marked in `ScoreResult.failed` and counted in no mean. Above
 `max_error_rate` the batch is refused, for a policy that trains on failures of its verifier learns
 nothing true. Rewards run in threads, and those that may hang in processes that can be killed; a
-reward of a plug-in that runs in a thread brings its own time limit.
+reward of a plug-in that runs in a thread brings its own time limit. `step_timeout_s` limits all
+calls of a batch together.
 
 A `Scoring` takes responses as they come, in any order, and gives the same result as if they had
 all come at once: which samples share a call of a group reward follows from their numbers.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import time
 import traceback
 from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -50,7 +52,8 @@ class ScoreResult:
     scores: list[float]
     """[B] in the order of the batch: weighted sums, 0 for a part that failed or gave up."""
     failed: list[bool]
-    """[B] True where a reward raised or returned no finite number: the score is no judgement."""
+    """[B] True where a reward raised or returned no finite number, or had not ended in time: the
+    score is no judgement."""
     timeouts: int
     """Samples of which a reward was over its limit of time or memory; sums over ranks."""
     per_source: dict[str, tuple[float, int]]
@@ -226,7 +229,7 @@ class Scoring:
             return sum(all(c.is_done for c in calls) for calls in self._of_sample.values())
 
     def result(self) -> ScoreResult:
-        """Waits for every reward.
+        """Waits for every reward, or as long as `step_timeout_s` lets it.
 
         Raises:
             RuntimeError: If more than `max_error_rate` of the samples failed.
@@ -246,11 +249,26 @@ class Scoring:
         return self._summed(samples, outcomes, {number for number, _, _ in failed})
 
     def _outcomes(self) -> dict[tuple[int, str], _Outcome]:
-        """Of every term."""
+        """Of every term. Calls that are late and have not begun are dropped."""
+        limit_s = self._scorer.settings.step_timeout_s
+        deadline = time.monotonic() + limit_s
         found: dict[tuple[int, str], _Outcome] = {}
+        late: list[_Call] = []
+        num_waiting = 0
         for call in self._calls:
             assert call.future is not None
-            found.update(zip(call.members, call.future.result(), strict=True))
+            left_s = max(deadline - time.monotonic(), 0.0) if limit_s else None
+            try:
+                found.update(zip(call.members, call.future.result(left_s), strict=True))
+            except TimeoutError:
+                late.append(call)
+                num_waiting += call.future.cancel()
+        error = RewardHungError(
+            f"{len(late)} of {len(self._calls)} calls of rewards had not ended {limit_s:g} s after "
+            f"the responses were there, {num_waiting} of them had not begun: mend what hangs, or "
+            "raise reward.step_timeout_s or reward.num_threads"
+        )
+        found |= {m: _Outcome(error=error, timed_out=True) for call in late for m in call.members}
         return found
 
     def _summed(
@@ -366,5 +384,5 @@ def _place(error: Exception) -> str:
         return error.place
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
-        return "in its answer"
+        return "no answer" if isinstance(error, RewardHungError) else "in its answer"
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name}"

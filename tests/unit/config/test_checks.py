@@ -377,6 +377,7 @@ def test_dynamic_sampling_by_epochs_is_warned_of(make):
             "reward.overlong_buffer is 120: it lies before rollout.max_response_length (100)",
         ),
         (["reward.overlong_buffer=-1"], "reward.overlong_buffer is -1"),
+        (["reward.step_timeout_s=-1"], "reward.step_timeout_s is -1"),
         (["reward.overlong_penalty_factor=0"], "reward.overlong_penalty_factor is 0"),
         (["algorithm.max_sampling_rounds=0"], "algorithm.max_sampling_rounds is 0"),
         (

@@ -189,6 +189,36 @@ def test_a_timeout_scores_zero_and_is_no_error():
     assert (result.scores, result.errors, result.timeouts) == ([0.0, 0.0, 0.0], 0, 3)
 
 
+def test_rewards_that_are_late_have_failed_and_the_step_goes_on(caplog):
+    seen, done = [], threading.Event()
+
+    def hang_on_one(response, ground_truth, extra_info):
+        seen.append(response)
+        assert response != "1" or done.wait(600)
+        return 1.0
+
+    hanging = scorer(hang_on_one, max_error_rate=0.75, step_timeout_s=0.2)
+    scoring = hanging.begin(["toy"] * 4)
+    batch = [Sample(*sample) for sample in samples(4)]
+    scoring.put(0, batch[0])
+    deadline = time.monotonic() + 60
+    while not scoring.num_done:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    for number in (1, 2, 3):
+        scoring.put(number, batch[number])
+    with caplog.at_level(logging.WARNING):
+        result = scoring.result()
+    done.set()
+    assert (result.scores, result.failed) == ([1.0, 0.0, 0.0, 0.0], [False, True, True, True])
+    assert result.timeouts == 3
+    assert "reward 'toy' of data_source 'toy' failed" in caplog.text
+    assert "3 of 4 calls of rewards had not ended 0.2 s after the responses were" in caplog.text
+    assert "2 of them had not begun" in caplog.text
+    assert hanging.score(samples(1)).scores == [1.0]
+    assert seen == ["0", "1", "0"]  # what had not begun never does
+
+
 def test_a_stop_from_the_keyboard_is_not_taken_for_a_failed_reward():
     def interrupt(response, ground_truth, extra_info):
         raise KeyboardInterrupt
