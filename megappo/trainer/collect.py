@@ -24,6 +24,14 @@ from megappo.trainer.scoring import BatchScorer
 from megappo.trainer.stopwatch import Stopwatch
 from megappo.types import PromptBatch, RolloutBatch
 
+BASELINE = "critic/baselines/mean"
+"""Mean score of greedy answers."""
+OF_BASELINES = {
+    "reward/baseline_error_rate": "reward/error_rate",
+    "reward/baseline_timeout_rate": "reward/timeout_rate",
+}
+"""Metric of greedy answers -> the scorer's name for that of samples."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepScope:
@@ -154,7 +162,7 @@ class GreedyFinisher:
     shape: Finisher | None
     """what is added to the scores of samples, for those of greedy answers too"""
 
-    means: Sequence[str] = ("critic/baselines/mean",)
+    means: Sequence[str] = (BASELINE, *OF_BASELINES)
 
     def finish(self, batch: RolloutBatch, scope: StepScope) -> RolloutBatch:
         """See `Finisher`."""
@@ -163,16 +171,19 @@ class GreedyFinisher:
             overlap = self.scorer.begin()
             answers = self.rollouts.greedy(batch.prompts[::n], step=scope.number, listener=overlap)
         scope.may_stop()
-        unseen = Tally()  # the figures of a step are those of its samples
+        # The figures of a step are those of its samples; these have names of their own.
+        unseen = Tally()
         with scope.watch.phase("score"):
             part = self.rollouts.my_part(len(answers))
             answers = self.scorer.score(answers, part, unseen, overlap)
+        for name, of_samples in OF_BASELINES.items():
+            scope.tally.add(name, *unseen.sums[of_samples])
         if self.shape is not None:
             answers = self.shape.finish(answers, replace(scope, tally=unseen))
         assert answers.scores is not None
         if self.rollouts.context.reports_samples:
             scored = answers.scores[answers.is_scored].double()
-            scope.tally.add(self.means[0], scored.sum().item(), len(scored))
+            scope.tally.add(BASELINE, scored.sum().item(), len(scored))
         compared = answers.is_scored.repeat_interleave(n)  # the others have no baseline
         return batch.with_fields(
             baselines=answers.scores.repeat_interleave(n),

@@ -48,7 +48,7 @@ class Engines:
 
 
 class RowScorer:
-    """The score is the row; an error rate shows that it was asked. Those of `failing` rows fail."""
+    """The score is the row. Those of `failing` rows fail, and the first of them by its time."""
 
     def __init__(self, failing=()):
         self.failing = failing
@@ -59,8 +59,10 @@ class RowScorer:
     def score(self, batch, part, tally, overlap=None):
         assert overlap is None
         assert len(part) == len(batch)
-        tally.add("reward/error_rate", 1, 1)
         rows = [p.row for p in batch.prompts]
+        failed = [row for row in rows if row in self.failing]
+        tally.add("reward/error_rate", len(failed), len(rows))
+        tally.add("reward/timeout_rate", len(failed[:1]), len(rows))
         return batch.with_scores(
             torch.tensor(rows, dtype=torch.float32), torch.tensor([r in self.failing for r in rows])
         )
@@ -92,7 +94,7 @@ def test_each_sample_gets_the_score_of_its_prompts_greedy_answer():
     assert found.baselines.tolist() == [7, 7, 3, 3, 5, 5]
     assert found.scores.tolist() == [1.0] * 6
     assert step.tally.sums["critic/baselines/mean"] == (15.0, 3.0)
-    assert "reward/error_rate" not in step.tally.sums
+    assert step.tally.sums["reward/baseline_error_rate"] == (0.0, 3.0)
 
 
 def test_a_group_whose_greedy_answer_could_not_be_scored_is_not_trained_on():
@@ -101,6 +103,15 @@ def test_a_group_whose_greedy_answer_could_not_be_scored_is_not_trained_on():
     found = Collector(source=Made(), scorer=RowScorer(), finishers=[greedy]).collect(step)
     assert found.response_mask.any(dim=-1).tolist() == [True, True, False, False, True, True]
     assert step.tally.sums["critic/baselines/mean"] == (12.0, 2.0)
+
+
+def test_failures_of_greedy_answers_are_counted_by_themselves():
+    step = scope()
+    greedy = GreedyFinisher(rollouts=Engines(), scorer=RowScorer(failing=(3, 7)), shape=None)
+    greedy.finish(Made().collect(step), step)
+    assert step.tally.sums["reward/baseline_error_rate"] == (2.0, 3.0)
+    assert step.tally.sums["reward/baseline_timeout_rate"] == (1.0, 3.0)
+    assert set(step.tally.sums) == set(greedy.means), "and in no figure of samples"
 
 
 def test_greedy_answers_are_shaped_like_samples_and_counted_in_no_other_figure():
