@@ -244,6 +244,25 @@ def test_ppo_is_the_enumerated_clipped_objective():
     assert_same(moved_gradient(loss), oracle(objective))
 
 
+def test_dual_clip_is_the_enumerated_objective_with_a_floor_where_advantages_are_negative():
+    """Ye 2020, eq. 5: for A < 0 the objective is at least c A, and has no gradient below that."""
+    c = 1.5
+
+    def objective(now, old, a):
+        ratio, a = (now - old).exp(), a[:, None]
+        clipped = torch.minimum(ratio * a, clip(ratio) * a)
+        return torch.where(a < 0, torch.maximum(clipped, c * a), clipped).sum(dim=-1)
+
+    def loss(*tensors, bound=c):
+        clips = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3, "clip_ratio_c": bound}
+        return policy_loss(*tensors, **clips).loss
+
+    assert_same(moved_gradient(loss), oracle(objective))
+    value, gradient = moved_gradient(lambda *tensors: loss(*tensors, bound=None))
+    assert value - moved_gradient(loss)[0] > 1e-2, "the floor is reached"
+    assert (gradient - moved_gradient(loss)[1]).abs().max() > 1e-2
+
+
 def test_gspo_is_the_enumerated_objective_of_whole_responses():
     """Its value and its gradient, though it is computed token by token."""
 
