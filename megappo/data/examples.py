@@ -10,27 +10,30 @@ one. Rows are numbered over all files. Left out: several turns of answers, and r
 two answers.
 
 Rows that are too long, and pairs of equal answers, are left out and counted. That takes one look at
-every row, `scan`: ranks share it out by row group.
+every row, `scan`: ranks share the rows out.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
-from megappo.data.parquet import File, RowGroup, read_footer, row_groups, to_dicts
+from megappo.data.parquet import (
+    MAX_CACHED_BYTES,
+    File,
+    RowGroup,
+    RowGroupCache,
+    read_footer,
+    row_groups,
+    to_dicts,
+)
 from megappo.data.render import ChatTokenizer, render, to_plain
 from megappo.errors import DataError
 from megappo.types import Completion, Prompt, RolloutBatch, collate
-
-MAX_CACHED_ROW_GROUPS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +71,7 @@ class Example:
 
 @dataclass(frozen=True, kw_only=True)
 class Scan:
-    """What a look at some row groups found."""
+    """What a look at some rows found."""
 
     rows: tuple[int, ...] = ()
     """usable, ascending"""
@@ -101,6 +104,7 @@ class ExampleDataset:
         max_length: int,
         too_long: str,
         name: str = "train",
+        max_cached_bytes: int = MAX_CACHED_BYTES,
     ) -> None:
         """Reads the footers only.
 
@@ -111,6 +115,7 @@ class ExampleDataset:
             max_length: most tokens of a prompt and one answer.
             too_long: `drop` or `error`.
             name: "train" or "val", for messages.
+            max_cached_bytes: of decoded row groups kept in memory, see `RowGroupCache`.
 
         Raises:
             DataError: a file is missing, not Parquet, without rows or a column; or the tokenizer
@@ -125,10 +130,8 @@ class ExampleDataset:
         self._columns = columns
         self._max_length = max_length
         self._stops = too_long == "error"
-        self._cache: OrderedDict[int, pa.Table] = OrderedDict()
+        self._cache = RowGroupCache(columns=columns.all, max_bytes=max_cached_bytes)
         self._usable: Scan | None = None
-        self.row_groups_read = 0
-        """For examples, so far; one that is read again counts again."""
 
     def __len__(self) -> int:
         return len(self.found.rows)
@@ -137,6 +140,11 @@ class ExampleDataset:
     def num_rows(self) -> int:
         """Rows in the files, usable or not."""
         return sum(file.metadata.num_rows for file in self._files)
+
+    @property
+    def row_groups_read(self) -> int:
+        """For examples, so far; one that is read again counts again."""
+        return self._cache.num_read
 
     @property
     def found(self) -> Scan:
@@ -159,20 +167,23 @@ class ExampleDataset:
         )
 
     def scan(self, *, rank: int, world_size: int) -> Scan:
-        """Looks at every row of this rank's share of the row groups. No communication."""
+        """Looks at every row of this rank's share of the rows. No communication.
+
+        A share is consecutive rows and may end within a row group: of a single large one each rank
+        decodes all, and tokenizes its own part.
+        """
+        first, end = (self.num_rows * r // world_size for r in (rank, rank + 1))
         kept: list[int] = []
         too_long = equal = 0
         try:
-            for group in self._groups[rank::world_size]:
-                table = group.file.read(group.index, columns=self._columns.all)
-                for i, cells in enumerate(to_dicts(table)):
-                    example = self._example(group, group.first_row + i, cells)
-                    if self._is_too_long(example, group):
-                        too_long += 1
-                    elif self._is_pairs and example.answers[0] == example.answers[1]:
-                        equal += 1
-                    else:
-                        kept.append(example.row)
+            for group, row, cells in self._cells(first, end):
+                example = self._example(group, row, cells)
+                if self._is_too_long(example, group):
+                    too_long += 1
+                elif self._is_pairs and example.answers[0] == example.answers[1]:
+                    equal += 1
+                else:
+                    kept.append(row)
         except DataError as error:
             return Scan(problem=str(error))
         return Scan(rows=tuple(kept), num_too_long=too_long, num_equal=equal)
@@ -198,26 +209,25 @@ class ExampleDataset:
         wanted = [self.found.rows[position] for position in positions]
         made: dict[int, Example] = {}
         for row in sorted(set(wanted)):
-            number = bisect_right(self._starts, row) - 1
-            group = self._groups[number]
-            (cells,) = to_dicts(self._table(number).slice(row - group.first_row, 1))
+            group = self._groups[bisect_right(self._starts, row) - 1]
+            (cells,) = to_dicts(self._cache.read(group).slice(row - group.first_row, 1))
             made[row] = self._example(group, row, cells)
         return [made[row] for row in wanted]
+
+    def _cells(self, first: int, end: int) -> Iterator[tuple[RowGroup, int, dict[str, Any]]]:
+        """The rows from `first` to before `end` with their group, read past the cache."""
+        for group in self._groups:
+            rows = range(max(first, group.first_row), min(end, group.end_row))
+            if not rows:
+                continue
+            table = group.file.read(group.index, columns=self._columns.all)
+            part = table.slice(rows.start - group.first_row, len(rows))
+            for row, cells in zip(rows, to_dicts(part), strict=True):
+                yield group, row, cells
 
     @property
     def _is_pairs(self) -> bool:
         return len(self._columns.answers) > 1
-
-    def _table(self, number: int) -> pa.Table:
-        table = self._cache.pop(number, None)
-        if table is None:
-            group = self._groups[number]
-            table = group.file.read(group.index, columns=self._columns.all)
-            self.row_groups_read += 1
-        self._cache[number] = table
-        if len(self._cache) > MAX_CACHED_ROW_GROUPS:
-            self._cache.popitem(last=False)
-        return table
 
     def _is_too_long(self, example: Example, group: RowGroup) -> bool:
         longest = max(example.lengths)

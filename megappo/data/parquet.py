@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,9 @@ import pyarrow.parquet as pq
 
 from megappo.data.render import to_plain
 from megappo.errors import DataError
+
+MAX_CACHED_BYTES = 2**30
+"""Decoded rows that a data set keeps in memory on each rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +52,53 @@ class RowGroup:
     """Within its file."""
     first_row: int
     """Over all files."""
+
+    @property
+    def end_row(self) -> int:
+        """The row after its last one."""
+        return self.first_row + int(self.file.metadata.row_group(self.index).num_rows)
+
+
+class RowGroupCache:
+    """Reads row groups, and keeps the decoded rows of as many as fit.
+
+    Rows that are shuffled over all groups need most groups in every step, in ascending order. If
+    the group used longest ago made room for a new one, as is usual, it would always be the next one
+    needed. So the group used last does, and all but a few stay.
+    """
+
+    def __init__(self, *, columns: list[str] | None = None, max_bytes: int) -> None:
+        """Nothing is read yet.
+
+        Args:
+            columns: that are read; None for all.
+            max_bytes: of decoded tables, but one table is always kept.
+        """
+        self.num_read = 0
+        """Row groups read so far; one that is read again counts again."""
+        self._columns = columns
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._tables: OrderedDict[tuple[Path, int], pa.Table] = OrderedDict()
+
+    def read(self, group: RowGroup) -> pa.Table:
+        """The row group, from memory or from its file.
+
+        Raises:
+            DataError: it cannot be read.
+        """
+        place = (group.file.path, group.index)
+        if place in self._tables:
+            self._tables.move_to_end(place)
+            return self._tables[place]
+        table = group.file.read(group.index, columns=self._columns)
+        self.num_read += 1
+        self._bytes += table.nbytes
+        while self._tables and self._bytes > self._max_bytes:
+            _, last = self._tables.popitem()
+            self._bytes -= last.nbytes
+        self._tables[place] = table
+        return table
 
 
 def read_footer(path: Path, name: str) -> pq.FileMetaData:

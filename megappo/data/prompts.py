@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import logging
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from sys import intern
@@ -23,7 +22,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megappo.data.parquet import File, RowGroup, read_footer, row_groups, to_dicts
+from megappo.data.parquet import (
+    MAX_CACHED_BYTES,
+    File,
+    RowGroup,
+    RowGroupCache,
+    read_footer,
+    row_groups,
+    to_dicts,
+)
 from megappo.data.render import ChatTokenizer, check_truncation, fit, render
 from megappo.errors import DataError
 from megappo.types import Prompt
@@ -81,7 +88,7 @@ class PromptDataset:
         prompt_key: str = "prompt",
         name: str = "train",
         template_args: Mapping[str, Any] | None = None,
-        max_cached_row_groups: int = 8,
+        max_cached_bytes: int = MAX_CACHED_BYTES,
     ) -> None:
         """Reads the footers only.
 
@@ -93,7 +100,7 @@ class PromptDataset:
             prompt_key: the column of prompts.
             name: "train" or "val", for messages.
             template_args: more arguments of the chat template, such as `tools`.
-            max_cached_row_groups: row groups kept in memory, the latest used.
+            max_cached_bytes: of decoded row groups kept in memory, see `RowGroupCache`.
 
         Raises:
             DataError: as `check_files`.
@@ -104,12 +111,9 @@ class PromptDataset:
         self._files = _open_files(files, prompt_key=prompt_key, name=name)
         self.num_rows: int = sum(file.metadata.num_rows for file in self._files)
         """Rows in the files, usable or not."""
-        self.row_groups_read = 0
-        """Row groups read for prompts so far; one that is read again counts again."""
         self._groups = list(row_groups(self._files))
         self._group_starts = [group.first_row for group in self._groups]
-        self._cache: OrderedDict[int, pa.Table] = OrderedDict()
-        self._max_cached = max_cached_row_groups
+        self._cache = RowGroupCache(max_bytes=max_cached_bytes)
         self._tokenizer = tokenizer
         self._max_length = max_prompt_length
         self._truncation = truncation
@@ -120,6 +124,11 @@ class PromptDataset:
     def __len__(self) -> int:
         """Number of usable rows."""
         return len(self.usable_rows())
+
+    @property
+    def row_groups_read(self) -> int:
+        """Row groups read for prompts so far; one that is read again counts again."""
+        return self._cache.num_read
 
     @property
     def num_dropped(self) -> int:
@@ -209,21 +218,10 @@ class PromptDataset:
         for number, rows in sorted(wanted.items()):
             group = self._groups[number]
             distinct = sorted(set(rows))
-            table = self._table(number).take([row - group.first_row for row in distinct])
+            table = self._cache.read(group).take([row - group.first_row for row in distinct])
             for row, cells in zip(distinct, to_dicts(table), strict=True):
                 prompts[row] = self._prompt(row, cells, group)
         return [prompts[usable[index]] for index in indices]
-
-    def _table(self, number: int) -> pa.Table:
-        table = self._cache.pop(number, None)
-        if table is None:
-            group = self._groups[number]
-            table = group.file.read(group.index)
-            self.row_groups_read += 1
-        self._cache[number] = table
-        if len(self._cache) > self._max_cached:
-            self._cache.popitem(last=False)
-        return table
 
     def _prompt(self, row: int, cells: dict[str, Any], group: RowGroup) -> Prompt:
         where = self._where(row, group)

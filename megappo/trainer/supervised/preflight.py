@@ -164,7 +164,7 @@ def scan_rows(
     Args:
         config: of the run.
         found: of `supervised_preflight`.
-        rank: this one looks at each `world_size`-th row group from here on.
+        rank: this one looks at the `rank`-th of `world_size` parts of the rows.
         world_size: ranks that look.
         gather: exchanges what they find.
 

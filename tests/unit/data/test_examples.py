@@ -83,15 +83,33 @@ def test_long_rows_and_equal_answers_are_left_out_and_counted(tmp_path, tokenize
     assert "3 of 5 train rows (1 over data.max_length, 1 with equal answers" in made.in_words
 
 
-def test_ranks_share_the_look_by_row_group_and_find_what_one_finds(tmp_path, tokenizer):
+@pytest.mark.parametrize("group", [2, 9], ids=["of two rows", "all in one"])
+def test_ranks_share_the_look_by_rows_and_find_what_one_finds(tmp_path, tokenizer, group):
     rows = rows_of(9)
-    alone = scanned(tmp_path, tokenizer, rows, max_length=7)
-    made = dataset(tmp_path, tokenizer, rows, max_length=7)
-    parts = [made.scan(rank=r, world_size=2) for r in range(2)]
-    assert parts[0].rows == (0, 1, 4)  # groups of two rows: 0-1, 4-5, 8
-    assert parts[1].rows == (2, 3)
+    alone = scanned(tmp_path, tokenizer, rows, max_length=7, group=group)
+    made = dataset(tmp_path, tokenizer, rows, max_length=7, group=group)
+    parts = [made.scan(rank=r, world_size=4) for r in range(4)]  # rows 0-1, 2-3, 4-5, 6-8
+    assert [part.rows for part in parts] == [(0, 1), (2, 3), (4,), ()]
+    assert [part.num_too_long for part in parts] == [0, 0, 1, 3]
     made.use(parts)
     assert made.found == alone.found
+
+
+def test_of_bad_rows_on_several_ranks_the_first_is_told(tmp_path, tokenizer):
+    rows = rows_of(8)
+    for bad in (3, 4):  # in different groups of two
+        rows[bad]["rejected"] = None
+    made = dataset(tmp_path, tokenizer, rows)
+    with pytest.raises(DataError, match="train row 3 "):
+        made.use([made.scan(rank=r, world_size=2) for r in range(2)])
+
+
+def test_rows_of_many_groups_are_decoded_once_each_while_they_fit(tmp_path, tokenizer):
+    made = scanned(tmp_path, tokenizer, rows_of(40))  # 20 groups
+    for step in range(8):
+        wanted = [(7 * i + step) % 40 for i in range(30)]
+        assert [e.row for e in made.examples(wanted)] == wanted
+    assert made.row_groups_read == 20
 
 
 def test_only_the_row_groups_of_asked_rows_are_read(tmp_path, tokenizer):

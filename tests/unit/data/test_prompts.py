@@ -171,19 +171,8 @@ def test_each_row_group_is_read_only_when_needed_and_once(two_files, tokenizer):
     assert data.row_groups_read == 5
 
 
-def test_the_cache_forgets_the_row_group_used_longest_ago(two_files, tokenizer):
-    data = PromptDataset(two_files, tokenizer, max_cached_row_groups=2, **LIMITS)
-    for index in (0, 4, 1, 8):
-        data.rows([index])
-    assert data.row_groups_read == 3
-    data.rows([2])
-    assert data.row_groups_read == 3, "group 0 was used after group 1"
-    data.rows([5])
-    assert data.row_groups_read == 4
-
-
 def test_without_a_cache_a_call_still_reads_each_row_group_once(two_files, tokenizer):
-    data = PromptDataset(two_files, tokenizer, max_cached_row_groups=0, **LIMITS)
+    data = PromptDataset(two_files, tokenizer, max_cached_bytes=0, **LIMITS)
     assert [p.row for p in data.rows([0, 4, 1, 5])] == [0, 4, 1, 5]
     assert data.row_groups_read == 2
 
