@@ -3,9 +3,12 @@
 Each rank has a thread that says every few seconds, through a small store of its own on rank 0, in
 which step and phase its main thread is and whether that has moved. Rank 0's thread judges. A run
 hangs when a rank's thread is silent for `timeout_s` (the process is stopped, or its machine lost),
-or when a rank's main thread does not move for so long, unless some rank is in a phase that waits
-for engines or rewards, which have limits of their own. Then every rank that answers hands in its
-Python stacks and its last collective, rank 0 reports, and all ranks end.
+or when a rank's main thread does not move for so long, unless a rank that no other is behind is in
+a phase that waits for engines, rewards or storage. Engines and rewards have limits of their own.
+Storage has none: ranks that wait in a collective for one that reads or writes fail after
+`trainer.distributed_timeout_s`, but a save whose writing thread hangs is waited for without end.
+After a hang every rank that answers hands in its Python stacks and its last collective, rank 0
+reports, and all ranks end.
 
 A rank that fails says so in the store as well, and one that was killed is missed by the others of
 its machine: ranks that wait for it in a collective, and would for half an hour, end after
@@ -22,7 +25,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
@@ -30,6 +32,7 @@ import psutil
 import torch.distributed as dist
 
 from megappo.distributed.parallel import ParallelContext, all_gather_objects, barrier
+from megappo.distributed.stacks import last_collective, stacks
 from megappo.errors import EXIT_FAILED
 
 EXCUSED = (
@@ -280,9 +283,12 @@ class Judge:
             _note(self._moves, where.rank, where.moves, now, anew=paused)
         self._now = now
         self.silent = tuple(r for r in sorted(self._pulses) if self.quiet_s(r) > self._patience_s)
-        excused = any(w.phase in EXCUSED for w in told if w.rank not in self.silent)
+        answering = [w for w in told if w.rank not in self.silent]
+        behind = min((w.phases for w in answering), default=0)
+        # A rank that is ahead may wait for one that is stuck behind it, whatever its phase.
+        excused = any(w.phase in EXCUSED for w in answering if w.phases == behind)
         lost = any(self.quiet_s(rank) > self._timeout_s for rank in self._pulses)
-        still = any(self.still_s(rank) > self._timeout_s for rank in self._moves)
+        still = any(self.still_s(w.rank) > self._timeout_s for w in told if w.phase not in EXCUSED)
         return lost or (still and not excused)
 
     def quiet_s(self, rank: int) -> float:
@@ -336,36 +342,6 @@ def _note(
     """Keeps since when a count is what it is."""
     if anew or rank not in last or last[rank][0] != count:
         last[rank] = (count, now)
-
-
-def stacks() -> str:
-    """Python stacks of all threads of this process, the main one first."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = sorted(
-        sys._current_frames().items(), key=lambda item: item[0] != threading.main_thread().ident
-    )
-    return "\n".join(
-        f"thread {names.get(number, number)}:\n" + "".join(traceback.format_stack(frame))
-        for number, frame in frames
-        if number != threading.get_ident()
-    )
-
-
-def last_collective() -> str:
-    """The last collective that this process began, of PyTorch's flight recorder."""
-    from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
-
-    dump = json.loads(_dump_fr_trace_json(True, False))
-    entries = dump.get("entries", [])
-    if not entries:
-        return "last collective: none in PyTorch's flight recorder\n"
-    last = max(entries, key=lambda entry: entry["time_created_ns"])
-    age_s = time.time() - last["time_created_ns"] / 1e9
-    return (
-        f"last collective: {last['profiling_name']} number {last['collective_seq_id']} of group "
-        f"{last['process_group']}, inputs {last['input_sizes']} {last['input_dtypes']}, state "
-        f"{last['state']}, begun {age_s:.0f} s ago\n"
-    )
 
 
 def _key(rank: int) -> str:

@@ -5,7 +5,8 @@ import threading
 
 import pytest
 
-from megappo.distributed.watchdog import Judge, Whereabouts, last_collective, stacks
+from megappo.distributed.stacks import last_collective, stacks
+from megappo.distributed.watchdog import Judge, Whereabouts
 
 
 def told(rank, *, moves, pulse, phase="update_actor", phases=7, step=3):
@@ -68,6 +69,19 @@ def test_ranks_at_one_place_are_said_to_be_there_together():
 @pytest.mark.parametrize("phase", ["generate", "score", "sync", "validate", "start"])
 def test_a_rank_that_waits_for_engines_or_rewards_excuses_the_others(phase):
     assert watch(until=1000, a=stuck(0), b=stuck(1, phase=phase))[1] is None
+
+
+def test_a_rank_that_is_ahead_is_no_excuse_for_the_one_that_it_waits_for():
+    judge, when, whereabouts = watch(
+        until=1000, a=stuck(0, phase="sync", phases=8), b=stuck(1, phase="update_actor", phases=7)
+    )
+    assert when == 105.0
+    assert judge.report(whereabouts, {}).ranks == (1,)
+
+
+def test_a_rank_that_waits_for_its_engine_is_no_hang_while_another_moves_behind_it():
+    ahead = stuck(0, phase="generate", phases=8)
+    assert watch(until=1000, a=ahead, b=moving(1, phases=7))[1] is None
 
 
 def test_a_stopped_rank_is_no_excuse_in_any_phase_and_is_named():
