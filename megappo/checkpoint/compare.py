@@ -70,6 +70,21 @@ def layout_changes(saved: Mapping[str, Any], now: Mapping[str, int]) -> list[str
     return [f"{k} {before[k]} -> {now[k]}" for k in LAYOUT_FIELDS if before[k] != now[k]]
 
 
+def device_changes(saved: Mapping[str, Any], device: str) -> tuple[str, ...]:
+    """That random streams cannot be those of the checkpoint, which is of another kind of device.
+
+    Args:
+        saved: the checkpoint's small state; of this kind if an earlier version wrote it.
+        device: `cpu` or `cuda`, of the run that wants to load it.
+    """
+    before = saved.get("device", device)
+    if before == device:
+        return ()
+    return (
+        f"device {before} -> {device}; random streams start anew from trainer.seed and the step",
+    )
+
+
 def check_layout(saved: Mapping[str, Any], now: Mapping[str, int], checkpoint: Path) -> None:
     """Refuses another layout where the format is bound to its own.
 

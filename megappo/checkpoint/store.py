@@ -130,6 +130,7 @@ class CheckpointStore:
                 **state,
                 "step": step,
                 "layout": self._layout(),
+                "device": self.context.device.type,
                 "format": _format(models),
             },
             snapshots=snapshots,
@@ -189,7 +190,8 @@ class CheckpointStore:
         Args:
             checkpoint: its folder.
             models: name -> model with optimizer.
-            seed: of the random streams in another layout, where those saved are not these ranks'.
+            seed: of the random streams in another layout or on another kind of device, where those
+                saved are not these ranks'.
 
         Raises:
             CheckpointError: another format, or parts are missing.
@@ -202,7 +204,9 @@ class CheckpointStore:
             if not (checkpoint / name).is_dir():
                 raise CheckpointError(f"{checkpoint} has no folder {name}/: choose another one")
             _load_model(checkpoint / name, model)
-        if compare.layout_changes(state, self._layout()):
+        if compare.layout_changes(state, self._layout()) or compare.device_changes(
+            state, self.context.device.type
+        ):
             streams.restart(seed, state["step"])
         else:
             saved = torch.load(checkpoint / "rng" / self._rng_name(), weights_only=True)

@@ -20,23 +20,23 @@ def capture() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "megatron": dict(tensor_parallel.get_cuda_rng_tracker().get_states()),
     }
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # not by a run on the CPU of a machine that has a GPU
         streams["cuda"] = torch.cuda.get_rng_state()
     return streams
 
 
 def restore(streams: Mapping[str, Any]) -> None:
-    """Sets all streams to what `capture` gave."""
+    """Sets all streams to what `capture` gave on the same kind of device."""
     from megatron.core import tensor_parallel
 
     torch.set_rng_state(streams["torch"])
     tensor_parallel.get_cuda_rng_tracker().set_states(streams["megatron"])
-    if torch.cuda.is_available():
+    if "cuda" in streams:
         torch.cuda.set_rng_state(streams["cuda"])
 
 
 def restart(seed: int, step: int) -> None:
-    """Defined streams where the saved ones belong to other ranks: as a new run of seed + step."""
+    """As a new run of seed + step: where the saved streams are of other ranks or devices."""
     from megatron.core import tensor_parallel
 
     tensor_parallel.model_parallel_cuda_manual_seed(seed + step)

@@ -26,6 +26,7 @@ from megappo.checkpoint.compare import (
     check_models,
     check_task,
     config_changes,
+    device_changes,
     flatten,
     layout_changes,
     model_identity,
@@ -81,7 +82,7 @@ class Preflight:
     """what the end of the run is the end of"""
     checkpoint: Path | None
     changes: tuple[str, ...]
-    """what is other than when the checkpoint was written, layout first"""
+    """what is other than when the checkpoint was written, device and layout first"""
     train_files: tuple[Mapping[str, Any], ...]
     """of `file_identities`"""
     base_weights: Mapping[str, Sequence[Mapping[str, Any]]]
@@ -208,7 +209,11 @@ def check_here(
     )
     assert device is not None
     few_files = file_limit_warning(raise_file_limit())
-    return device, replace(found, warnings=(*found.warnings, *filter(None, [few_files])))
+    changes = found.changes
+    if found.checkpoint is not None:
+        changes = (*device_changes(layout.read_state(found.checkpoint), device), *changes)
+    warnings = (*found.warnings, *filter(None, [few_files]))
+    return device, replace(found, changes=changes, warnings=warnings)
 
 
 def _end_in_words(config: Config, sampler: Sampler, total: int) -> str:

@@ -47,7 +47,10 @@ def configs(tmp_path_factory):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_an_update_from_a_checkpoint_is_the_one_that_would_have_come(configs, tmp_path, name):
-    """Into new models, and into models that have trained on."""
+    """Into new models, and into models that have trained on.
+
+    Random streams come from it too, and start anew where it was made on another kind of device.
+    """
     family, overrides = LAYOUTS[name]
     out = ["--config", str(configs[family]), "--out", str(tmp_path)]
     run_ranks("resume.py", 2, *out, *overrides)
@@ -60,3 +63,6 @@ def test_an_update_from_a_checkpoint_is_the_one_that_would_have_come(configs, tm
             assert found[kind]["lr"] == expected["lr"], kind
             for weight, value in expected["weights"].items():
                 assert torch.equal(found[kind]["weights"][weight], value), (kind, weight)
+        draws = found["draws"]
+        assert draws["cuda_to_cpu"] == draws["cpu_to_cuda"] == draws["restarted"]
+        assert draws["cpu_to_cpu"] != draws["restarted"]

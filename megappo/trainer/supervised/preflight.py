@@ -65,7 +65,7 @@ class SupervisedPreflight:
     state: Mapping[str, Any] | None
     """the checkpoint's"""
     changes: tuple[str, ...]
-    """what is other than when the checkpoint was written, layout first"""
+    """what is other than when the checkpoint was written, device and layout first"""
     train_files: tuple[Mapping[str, Any], ...]
 
     @property

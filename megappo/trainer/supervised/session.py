@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import megappo
 from megappo.checkpoint import layout as checkpoint_layout
-from megappo.checkpoint.compare import flatten
+from megappo.checkpoint.compare import device_changes, flatten
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config import SupervisedConfig, dump
 from megappo.config.checks import check_cpu_features
@@ -95,7 +96,11 @@ class SupervisedSession:
             mistakes.attempt(partial(parallel.check_device, device, launch))
         found = supervised_preflight(config, launch.world_size, found=mistakes)
         assert device is not None
-        return device, found
+        if found.state is None:
+            return device, found
+        return device, replace(
+            found, changes=(*device_changes(found.state, device), *found.changes)
+        )
 
     def _train(
         self, config: SupervisedConfig, found: SupervisedPreflight, context: ParallelContext

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from megappo.checkpoint import layout, streams
 from megappo.checkpoint.layout import KeepPolicy
 from megappo.checkpoint.store import CheckpointStore
 from megappo.distributed import parallel
 from megappo.distributed.metrics import Tally
+from megappo.distributed.parallel import ParallelContext
 from megappo.trainer.build import build_roles
 from megappo.types import MiniBatch, RolloutBatch
 from tests.distributed.workers.offload import many_buckets
@@ -43,10 +47,32 @@ def main() -> None:
     store.load(path, {n: r.trainable for n, r in roles.items()}, seed=1)
     rolled_back = update(roles, mini)
     torch.save(
-        {"went_on": went_on, "resumed": resumed, "rolled_back": rolled_back},
+        {
+            "went_on": went_on,
+            "resumed": resumed,
+            "rolled_back": rolled_back,
+            "draws": draws(path, context, roles),
+        },
         worker.out / f"rank{context.rank}.pt",
     )
     parallel.stop(context)
+
+
+def draws(path: Path, context: ParallelContext, roles: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The first number of torch's stream after a load, on this kind of device and on another."""
+    actor = {"actor": roles["actor"].trainable}
+    found = {}
+    for saved, now in (("cpu", "cpu"), ("cuda", "cpu"), ("cpu", "cuda")):
+        if context.is_main:
+            layout.write_state(path, layout.read_state(path) | {"device": saved})
+        parallel.barrier(context)
+        elsewhere = dataclasses.replace(context, device=torch.device(now))
+        store = CheckpointStore(folder=path.parent, policy=KeepPolicy(newest=1), context=elsewhere)
+        store.load(path, actor, seed=7)
+        found[f"{saved}_to_{now}"] = torch.rand(1)
+        parallel.barrier(context)
+    streams.restart(7, 1)
+    return found | {"restarted": torch.rand(1)}
 
 
 def minibatch(roles: dict[str, Any], batch: RolloutBatch) -> MiniBatch:

@@ -12,6 +12,7 @@ from megappo.checkpoint.compare import (
     check_layout,
     check_models,
     config_changes,
+    device_changes,
     flatten,
     layout_changes,
 )
@@ -56,6 +57,14 @@ def test_a_change_of_layout_is_told_by_degree():
 def test_a_layout_of_an_earlier_version_had_no_chunks_and_no_expert_degrees():
     old = {k: v for k, v in ONE_RANK.items() if k not in ("vp", "ep", "etp")}
     assert layout_changes({"layout": old}, ONE_RANK) == []
+
+
+def test_another_kind_of_device_is_told_with_what_it_means_for_random_streams():
+    (told,) = device_changes({"device": "cpu"}, "cuda")
+    assert told.startswith("device cpu -> cuda; random streams start anew")
+    assert device_changes({"device": "cuda"}, "cpu") != ()
+    assert device_changes({"device": "cpu"}, "cpu") == ()
+    assert device_changes({}, "cuda") == ()  # of an earlier version
 
 
 def test_fully_sharded_state_stays_with_its_number_of_ranks():
