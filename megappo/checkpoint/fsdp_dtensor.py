@@ -40,12 +40,26 @@ def save(folder: Path, model: Trainable) -> None:
     """Writes a model into an empty folder. Collective over the world.
 
     Raises:
-        SaveError: a rank could not write; on all ranks.
+        SaveError: a rank could not write; on all ranks, none of which writes any more.
     """
     try:
         dcp.save(_state(model), checkpoint_id=str(folder))
     except dcp.CheckpointException as error:
-        raise SaveError(f"{folder} cannot be written: {error}") from error
+        rank, (problem, _) = next(iter(sorted(error.failures.items())))
+        raise SaveError(f"failed on rank {rank}: {type(problem).__name__}: {problem}") from error
+
+
+def held_bytes(model: Trainable) -> int:
+    """Bytes of weights and moments that this rank writes; routers' biases, small, are left out."""
+    (optimizer,) = inner_optimizers(model.optimizer)
+    tensors = [p.main for chunk in model.chunks for p in fsdp.sharded_parameters(chunk)]
+    tensors += [
+        value
+        for moments in optimizer.state.values()
+        for value in moments.values()
+        if isinstance(value, DTensor)
+    ]
+    return sum(tensor.to_local().nbytes for tensor in tensors)
 
 
 def load(folder: Path, model: Trainable) -> None:

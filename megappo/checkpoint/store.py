@@ -116,13 +116,11 @@ class CheckpointStore:
         started = time.perf_counter()
         temporary = self.folder / f"{layout.step_name(step)}.saving"
         self._on_main(lambda: _make_folders(temporary, (*models, "rng")), step, temporary)
-        snapshots = []
-        for name, model in models.items():
-            snapshot = _copy_model(temporary / name, model)
-            snapshots += [snapshot] if snapshot is not None else []
-        sizes = all_gather_objects(sum(s.num_bytes for s in snapshots), self.context.world_group)
-        num_bytes = sum(sizes)
-        self._on_main(lambda: layout.check_space(self.folder, num_bytes), step, temporary)
+        if _format(models) == "fsdp_dtensor":
+            snapshots, num_bytes = [], self._write_sharded(step, models, temporary)
+        else:
+            snapshots = [_copy_model(temporary / name, model) for name, model in models.items()]
+            num_bytes = self._require_room(sum(s.num_bytes for s in snapshots), step, temporary)
         save = _Save(
             step=step,
             temporary=temporary,
@@ -144,6 +142,37 @@ class CheckpointStore:
         )
         save.thread.start()
         self._running = save
+
+    def _write_sharded(self, step: int, models: Mapping[str, Trainable], temporary: Path) -> int:
+        """Writes models under FSDP; bytes of all ranks. Collective over the world.
+
+        Raises:
+            SaveError: as `begin`.
+        """
+        # Here, because torch's distributed checkpoint takes a while to import.
+        from megappo.checkpoint import fsdp_dtensor
+
+        held = sum(fsdp_dtensor.held_bytes(model) for model in models.values())
+        num_bytes = self._require_room(held, step, temporary)
+        try:
+            for name, model in models.items():
+                model.settle()
+                fsdp_dtensor.save(temporary / name, model)
+        except SaveError as error:
+            if self.context.is_main:  # later saves need the room
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise SaveError(f"the checkpoint of step {step} {error}") from error
+        return num_bytes
+
+    def _require_room(self, held: int, step: int, temporary: Path) -> int:
+        """Bytes of all ranks, once the disk has room for them. Collective over the world.
+
+        Raises:
+            SaveError: it has not.
+        """
+        num_bytes: int = sum(all_gather_objects(held, self.context.world_group))
+        self._on_main(lambda: layout.check_space(self.folder, num_bytes), step, temporary)
+        return num_bytes
 
     def poll(self, *, wait: bool) -> Saved | None:
         """Publishes a save whose files are all written; None if there is none.
@@ -300,18 +329,12 @@ def _format(models: Mapping[str, Trainable]) -> compare.Format:
 _SAVED_PARTS: tuple[Part, ...] = ("params", "optimizer")
 
 
-def _copy_model(folder: Path, model: Trainable) -> torch_dist.Snapshot | None:
-    """A copy to write, or None under FSDP, which has written by now. Collective over the world."""
+def _copy_model(folder: Path, model: Trainable) -> torch_dist.Snapshot:
+    """A copy to write. Collective over the world."""
     with on_device(model.memory, *_SAVED_PARTS):
         # A gather that a step left to the next forward pass: a rank would write old weights.
         model.settle()
-        if not is_sharded(model.chunks[0]):
-            return torch_dist.snapshot(folder, model)
-        # Here, because torch's distributed checkpoint takes a while to import.
-        from megappo.checkpoint import fsdp_dtensor
-
-        fsdp_dtensor.save(folder, model)
-        return None
+        return torch_dist.snapshot(folder, model)
 
 
 def _load_model(folder: Path, model: Trainable) -> None:

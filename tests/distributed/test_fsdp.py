@@ -187,6 +187,21 @@ def test_a_bare_chunk_below_fsdp_is_not_exported(errors):
         assert "export the wrapper" in rank["bare_chunk"]
 
 
+def test_a_save_that_fails_leaves_nothing_behind(errors):
+    for rank in errors:
+        assert rank["failed_save"].startswith(
+            "SaveError the checkpoint of step 2 failed on rank 1: "
+        )
+        assert rank["left"] == "latest step_000001"
+
+
+def test_room_for_weights_and_both_moments_is_looked_for_before_they_are_written(errors):
+    for rank in errors:
+        assert int(rank["saved_bytes"]) == 3 * 4 * int(rank["elements"])
+        assert rank["full_disk"].startswith("SaveError the checkpoint of step 3 failed on rank 0: ")
+        assert "has 0.5 MiB free and the checkpoint needs" in rank["full_disk"]
+
+
 def test_offloaded_models_are_not_exported_and_stay_away_after_a_load(errors):
     for rank in errors:
         message = rank["export_away"]

@@ -8,6 +8,8 @@ overlaps on a GPU runs in order.
 from __future__ import annotations
 
 import argparse
+import resource
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +30,7 @@ from megappo.roles.actor import Actor
 from megappo.roles.critic import Critic
 from megappo.trainer import build
 from megappo.types import MiniBatch, RolloutBatch
+from tests.distributed.workers.saving import file_size_limit, raising
 from tests.distributed.workers.update import made_up, share, whole_batch
 
 Weights = dict[str, torch.Tensor]
@@ -176,7 +179,7 @@ def models(actor: Actor, critic: Critic) -> dict[str, Any]:
     return {"actor": actor.trainable, "critic": critic.trainable}
 
 
-def sharded(actor: Actor) -> Iterator[fsdp.ShardedParameter]:
+def sharded(actor: Actor | Critic) -> Iterator[fsdp.ShardedParameter]:
     for chunk in actor.trainable.chunks:
         if fsdp.is_sharded(chunk):
             yield from fsdp.sharded_parameters(chunk)
@@ -207,6 +210,7 @@ def refusals(path: Path, out: Path, context: parallel.ParallelContext) -> dict[s
         sharded_run.store.load(out / "fsdp" / "step_000002", swapped, seed=1)
     network = sharded_run.actor.policy.network
     sharded_run.update(sharded_run.actor, sharded_run.critic, 0)
+    messages |= failing_saves(sharded_run)
     with noting("bare_chunk", AssertionError):
         dict(export_hf(network.chunks, network.spec))
     memory = ddp.actor.trainable.memory
@@ -219,6 +223,28 @@ def refusals(path: Path, out: Path, context: parallel.ParallelContext) -> dict[s
     ddp.store.load(out / "ddp" / "step_000002", models(ddp.actor, ddp.critic), seed=1)
     messages["away_after_load"] = str([part for part in PARTS if memory.is_away(part)])
     return messages
+
+
+def failing_saves(run: Run) -> dict[str, str]:
+    """What users see of a rank that cannot write and of a full disk, and what is left of them."""
+    store, both = run.store, models(run.actor, run.critic)
+    saved = store.save(1, both, {})
+    held = [p.main.to_local().numel() for role in (run.actor, run.critic) for p in sharded(role)]
+    found = {
+        "saved_bytes": str(saved.num_bytes),
+        "elements": str(sum(parallel.all_gather_objects(sum(held), run.context.world_group))),
+    }
+    unlimited = resource.RLIM_INFINITY
+    with file_size_limit(20_000 if run.context.rank == 1 else unlimited), raising() as failed:
+        store.save(2, both, {})
+    usage = shutil.disk_usage
+    shutil.disk_usage = lambda folder: usage(folder)._replace(free=2**19)
+    with raising() as full:
+        store.save(3, both, {})
+    shutil.disk_usage = usage
+    parallel.barrier(run.context)
+    found |= {"failed_save": " ".join(failed), "full_disk": " ".join(full)}
+    return found | {"left": " ".join(sorted(path.name for path in store.folder.iterdir()))}
 
 
 if __name__ == "__main__":
