@@ -259,8 +259,8 @@ class Run:
         return Responder(
             trainer,
             self,
+            saver=self.saver,
             snapshot=Snapshot(models=models) if fits else None,
-            checkpoints=self.saver.store.folder,
             longest_sample=config.data.max_prompt_length + config.rollout.max_response_length,
         )
 
@@ -356,8 +356,7 @@ class Run:
         return state
 
     def rewind(self, step: int) -> None:
-        """Forgets what loggers have of steps after this one, and that those are saved."""
-        self.saver.rewind(step)
+        """Forgets what loggers have of steps after this one."""
         for logger in self.loggers:
             logger.rewind(step + 1)
 

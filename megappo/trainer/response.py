@@ -18,9 +18,10 @@ from megappo.config.guard import GuardRule
 from megappo.distributed.grad_sync import Trainable
 from megappo.distributed.offload import PARTS
 from megappo.distributed.parallel import all_gather_objects, all_ranks_or_none
-from megappo.errors import GuardStop
+from megappo.errors import GuardStop, SaveError
 from megappo.trainer.guard import ABANDONING, Decision
 from megappo.trainer.ppo_trainer import PPOTrainer, StepPlan
+from megappo.trainer.saver import Saver
 
 
 class Host(Protocol):
@@ -42,7 +43,7 @@ class Host(Protocol):
         """Waits for the checkpoint that is being written, if any. Collective over the world."""
 
     def rewind(self, step: int) -> None:
-        """Forgets what was logged and saved of later steps."""
+        """Forgets what was logged of later steps."""
 
     def announce(self, kind: str, step: int, text: str, **details: Any) -> None:
         """An event, a line on the screen and a text for the loggers."""
@@ -62,8 +63,8 @@ class Responder:
     Args:
         trainer: whose guard it is.
         host: the run around it.
+        saver: of the run's checkpoints.
         snapshot: in memory; None where only checkpoints on disk are gone back to.
-        checkpoints: the run's folder of them.
         longest_sample: tokens, which the smallest forward pass must hold.
     """
 
@@ -72,15 +73,15 @@ class Responder:
         trainer: PPOTrainer,
         host: Host,
         *,
+        saver: Saver,
         snapshot: Snapshot | None,
-        checkpoints: Path,
         longest_sample: int,
     ) -> None:
         self._trainer = trainer
         self._guard = trainer.guard
         self._host = host
+        self._saver = saver
         self._snapshot = snapshot
-        self._checkpoints = checkpoints
         self._longest_sample = longest_sample
         self._configured = trainer.plan
 
@@ -127,6 +128,7 @@ class Responder:
 
         Raises:
             GuardStop: there is nothing to go back to, or the run is to stop there.
+            SaveError: see `_replace_later`.
         """
         for given_up in self._guard.take_decided():
             self._tell(given_up, "in a step that is taken back")
@@ -136,15 +138,17 @@ class Responder:
             self._tell(decision, text)
             raise GuardStop(f"step {decision.step}: {decision.reason}; {text}")
         step = self._trainer.step_number
-        self._host.rewind(step)
+        self._saver.rewind(step)
         self._guard.forget_streaks()
         if decision.action == "save_and_stop" or self._used_up:
-            self._stop(decision, f"back to step {step} from {source}, ")
+            self._stop(decision, f"back to step {step} from {source}, ", is_back=True)
         self._guard.num_actions += 1
         seeds = "the same seeds"
         if new_samples:
             self._trainer.adjustments.sampling_salt += 1
             seeds = "new sampling seeds"
+        self._replace_later(step, decision, source)
+        self._host.rewind(step)
         self._trainer.on_phase(step, "sync")
         self._trainer.push_weights()
         self._tell(decision, f"{why}back to step {step} from {source}, with {seeds}")
@@ -180,26 +184,56 @@ class Responder:
         trainer.plan = plan
 
     def _restore(self) -> str | None:
-        """From where the state was brought back; None if from nowhere."""
+        """From where the state was brought back; None if from nowhere.
+
+        The state before the first step cannot be saved (`_replace_later`), so it is gone back to
+        only while there is no checkpoint.
+        """
         self._host.finish_save()
-        if self._snapshot is not None and self._snapshot.state is not None:
+        latest, copied = self._latest(), None if self._snapshot is None else self._snapshot.state
+        if self._snapshot is not None and copied is not None and (copied["step"] or latest is None):
             self._host.load_small_state(self._snapshot.restore())
             return "memory"
-        checkpoint = self._latest()
-        if checkpoint is None:
+        if latest is None:
             return None
-        self._host.load_checkpoint(checkpoint)
+        self._host.load_checkpoint(latest[0])
         self.apply_adjustments()
-        return str(checkpoint)
+        return str(latest[0])
 
-    def _latest(self) -> Path | None:
-        """As rank 0 sees it: a shared disk may show other nodes an older pointer."""
+    def _replace_later(self, step: int, decision: Decision, source: str) -> None:
+        """Saves the state gone back to, if that of a step which was given up would be resumed from.
+
+        A run that is killed would go on from there, behind rows that loggers no longer have: so it
+        comes before they forget them. Collective over the world.
+
+        Raises:
+            SaveError: it failed, and `checkpoint.on_failure` is stop.
+        """
+        if not self._is_later_saved(step):
+            return
+        self._trainer.on_phase(step, "save")
+        try:
+            self._saver.save_anew(step)
+        except SaveError:
+            self._tell(decision, f"back to step {step} from {source}, which could not be saved")
+            raise
+
+    def _is_later_saved(self, step: int) -> bool:
+        """Whether a start would go on from a later step. Collective over the world."""
+        latest = self._latest()
+        return latest is not None and latest[1] > step
+
+    def _latest(self) -> tuple[Path, int] | None:
+        """Checkpoint to go on from, and its step. Collective over the world.
+
+        As rank 0 sees it: a shared disk may show other nodes an older pointer.
+        """
         context = self._trainer.context
-        found: list[Path | None] = [None]
+        found: tuple[Path, int] | None = None
         with all_ranks_or_none(context, "looking for a checkpoint"):
-            if context.is_main:
-                found = [layout.latest(self._checkpoints)]
-        latest: Path | None = all_gather_objects(found[0], context.world_group)[0]
+            if context.is_main and (path := layout.latest(self._saver.store.folder)) is not None:
+                found = path, int(layout.read_state(path)["step"])
+        latest: tuple[Path, int] | None = all_gather_objects(found, context.world_group)[0]
         return latest
 
     def carry_out(self, decision: Decision) -> None:
@@ -278,9 +312,11 @@ class Responder:
     def _used_up(self) -> bool:
         return self._guard.num_actions >= self._guard.settings.max_actions
 
-    def _stop(self, decision: Decision, before: str) -> None:
+    def _stop(self, decision: Decision, before: str, *, is_back: bool = False) -> None:
         step = self._trainer.step_number
         saved = self._host.save(step)
+        if is_back and not self._is_later_saved(step):
+            self._host.rewind(step)
         limit = ""
         if decision.action != "save_and_stop":
             limit = f"guard.max_actions ({self._guard.settings.max_actions}) are used up, "

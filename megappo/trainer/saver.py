@@ -105,6 +105,16 @@ class Saver:
         if self.saved_step != step:
             raise SaveError(f"the state of step {step} is not saved; {self._last_in_words()}")
 
+    def save_anew(self, step: int) -> None:
+        """Saves the state that the run went back to; one that fails is tried after the next step.
+
+        Raises:
+            SaveError: it failed, and `checkpoint.on_failure` is stop.
+        """
+        with self._timed():
+            self._begin(step)
+            self._poll(wait=True)
+
     def finish(self) -> None:
         """Waits for the save that is under way, if any."""
         with self._timed():

@@ -106,7 +106,7 @@ def policies(scene: Scene) -> dict[str, Any]:
         **scene.take(),
     }
     saver.rewind(2)  # a guard took the run back; its step is saved again, without a validation
-    saver.save_now(2)
+    saver.save_anew(2)
     saver.save_now(3)
     found["scores_again"] = [
         layout.read_state(folder / f"step_00000{i}")["val_score"] for i in (2, 3)
