@@ -307,8 +307,9 @@ class TrainerSection:
     node_wait_s: float = opt(60.0, "how long the nodes of a run wait for each other at its start")
     max_wall_time_s: float = opt(
         0.0,
-        "seconds after the start at which the run saves and exits with 75, as on a signal; leave "
-        "room for an update and a save; 0: no limit",
+        "seconds after the start (of the launcher, if it has started its ranks again) at which the "
+        "run saves and exits with 75, as on a signal; leave room for an update and a save; 0: no "
+        "limit",
     )
 
     def __post_init__(self) -> None:

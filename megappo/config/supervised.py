@@ -125,7 +125,9 @@ class SupervisedTrainerSection:
     distributed_timeout_s: float = opt(1800.0, "a collective that takes longer has failed")
     node_wait_s: float = opt(60.0, "seconds that nodes wait for one another at the start")
     max_wall_time_s: float = opt(
-        0.0, "seconds after the start at which the run saves and exits with 75; 0: no limit"
+        0.0,
+        "seconds after the start (of the launcher, if it has started its ranks again) at which the "
+        "run saves and exits with 75; 0: no limit",
     )
 
     def __post_init__(self) -> None:

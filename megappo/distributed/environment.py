@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 
+import psutil
+
+from megappo.distributed.launcher_death import LAUNCHER_PID
 from megappo.errors import UserError
 
 
@@ -21,6 +25,8 @@ class LaunchEnvironment:
     """of rank 0's machine"""
     restarts: int = 0
     """how often torchrun or Slurm has started this run anew"""
+    launcher_age_s: float = 0.0
+    """seconds since this node's launcher started, if it has started its ranks anew; else 0"""
     num_nodes: int = 1
     node: int = 0
     """this node's number, as torchrun counts"""
@@ -36,8 +42,8 @@ class LaunchEnvironment:
         """
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         found = {n: os.environ[n] for n in names if n in os.environ}
-        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        restarts += int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        by_torchrun = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        restarts = by_torchrun + int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         slurm_nodes = read_slurm_nodes()
         if not found:
             return cls(
@@ -64,11 +70,19 @@ class LaunchEnvironment:
             local_world_size=local_world_size,
             address=os.environ.get("MASTER_ADDR", "localhost"),
             restarts=restarts,
+            launcher_age_s=_launcher_age_s() if by_torchrun else 0.0,
             # torchrun's too; they hold also where nodes start different numbers of ranks.
             num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", num_nodes)),
             node=int(os.environ.get("GROUP_RANK", rank // local_world_size)),
             slurm_nodes=slurm_nodes,
         )
+
+
+def _launcher_age_s() -> float:
+    """Of `megappo.launch`, which says who it is, or of torchrun, this process's parent."""
+    launcher = psutil.Process(int(os.environ.get(LAUNCHER_PID, os.getppid())))
+    started: float = launcher.create_time()
+    return max(0.0, time.time() - started)
 
 
 def read_slurm_nodes() -> int:

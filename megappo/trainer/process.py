@@ -49,6 +49,8 @@ class Process:
             UserError: of `LaunchEnvironment.read`.
         """
         self._launch = LaunchEnvironment.read()
+        # The time that a job has does not begin anew with ranks that its launcher starts again.
+        self._started = min(self._started, time.monotonic() - self._launch.launcher_age_s)
         check_slurm_nodes(self._launch.num_nodes, self._launch.slurm_nodes)
         return self._launch
 
