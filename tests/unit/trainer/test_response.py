@@ -3,14 +3,22 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from megappo.checkpoint import layout
+from megappo.checkpoint import layout, streams
+from megappo.checkpoint.snapshot import Snapshot
 from megappo.config.guard import GuardRule, GuardSection
+from megappo.distributed.offload import PARTS, Offloader
 from megappo.errors import GuardStop, SaveError
+from megappo.models.packing import Alignment
+from megappo.ppo.kl import AdaptiveKLController
 from megappo.trainer.adjustments import Adjustments
 from megappo.trainer.guard import Decision, Guard
+from megappo.trainer.micro_batches import MicroBatchPlanner
+from megappo.trainer.ppo_trainer import StepPlan
 from megappo.trainer.response import Responder
+from megappo.trainer.run_state import load_progress, progress
 
 GOOD, BAD = 4, 5
 """Step of the snapshot, and the one that goes wrong."""
@@ -76,7 +84,9 @@ def make(alone, tmp_path):
     return lambda **settings: responder(context, tmp_path / "checkpoints", **settings)
 
 
-def responder(context, folder, *, num_actions=0, copied=GOOD, plan=None, models=None):
+def responder(
+    context, folder, *, num_actions=0, copied=GOOD, plan=None, models=None, snapshot=None
+):
     host = Host()
     host.saver = Saver(folder, host.calls)
     host.trainer = SimpleNamespace(
@@ -89,7 +99,7 @@ def responder(context, folder, *, num_actions=0, copied=GOOD, plan=None, models=
         on_phase=lambda step, phase: None,
         push_weights=lambda: host.calls.append(("push",)),
     )
-    snapshot = SimpleNamespace(state={"step": copied}, restore=lambda: {"step": copied})
+    snapshot = snapshot or SimpleNamespace(state={"step": copied}, restore=lambda: {"step": copied})
     made = Responder(host.trainer, host, saver=host.saver, snapshot=snapshot, longest_sample=8)
     return made, host
 
@@ -200,3 +210,58 @@ def test_the_state_before_the_first_step_is_gone_back_to_only_without_a_checkpoi
     made.roll_back(decision("roll_back"))
     assert ("load", "step_000004") in host.calls
     assert host.trainer.step_number == GOOD
+
+
+def test_out_of_memory_halves_passes_then_offloads_everything_and_then_stops(make):
+    module = torch.nn.Linear(2, 2)
+    memory = Offloader("actor", [module], parts=())
+    passes = MicroBatchPlanner(
+        context=None, alignment=Alignment(), mini_batch=4, micro_batch=2, max_tokens=None
+    )
+    plan = StepPlan(mini_batch=4, actor=passes, critic=None, ppo_epochs=1, critic_warmup=0)
+    made, host = make(plan=plan, models={"actor": SimpleNamespace(memory=memory)})
+    wanted, changed = decision("halve_micro_batch"), host.trainer.adjustments
+
+    made.free_memory(wanted)
+    assert (host.trainer.plan.actor.micro_batch, memory.parts) == (1, ())
+
+    made.free_memory(wanted)
+    assert (changed.halvings, changed.offloads_all, memory.parts) == (1, True, PARTS)
+    assert host.trainer.plan.actor.micro_batch == 1
+    memory.offload()
+    assert all(memory.is_away(part) for part in PARTS)
+    assert host.calls.count(("push",)) == 2
+    assert changed.sampling_salt == 0  # what was lost comes again with the same samples
+
+    done = len(host.calls)
+    with pytest.raises(GuardStop, match="forward passes cannot be smaller, and all is offloaded"):
+        made.free_memory(wanted)
+    assert host.calls[done:] == [("guard", "halve_micro_batch")]
+
+
+def test_what_was_offloaded_for_want_of_memory_is_offloaded_again_after_a_load(make):
+    memory = Offloader("actor", [torch.nn.Linear(2, 2)], parts=("grads",))
+    made, host = make(models={"actor": SimpleNamespace(memory=memory)})
+    host.trainer.adjustments = Adjustments.of(Adjustments(offloads_all=True).state_dict())
+    made.apply_adjustments()
+    assert memory.parts == PARTS
+
+
+def test_a_way_back_brings_the_kl_controllers_coefficient_back(make, monkeypatch):
+    monkeypatch.setattr(streams, "capture", dict)
+    monkeypatch.setattr(streams, "restore", lambda captured: None)
+    made, host = make(snapshot=Snapshot(models={}))
+    controller = AdaptiveKLController(0.1, target_kl=1.0, horizon=100.0)
+    trainer = host.trainer
+    trainer.estimator = SimpleNamespace(kl_controller=controller)
+    trainer.sampler = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
+    host.small_state = lambda: progress(trainer)
+    host.load_small_state = lambda state: load_progress(trainer, state)
+
+    controller.update(9.0, 10)
+    good = controller.kl_coef
+    made.keep(GOOD)
+    controller.update(9.0, 10)
+    assert controller.kl_coef > good > 0.1
+    made.roll_back(decision("roll_back"))
+    assert controller.kl_coef == good
