@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megappo.config import Config
+from megappo.config.layout import ParallelSection
 from megappo.planner.constants import FLOPS_EFFICIENCY, Gpu
 from megappo.planner.job import HEADS, Job
 from megappo.planner.parameters import model_elements
@@ -122,12 +125,12 @@ def _host_bytes(job: Job, rank: int) -> float:
     return total
 
 
-def as_json(found: Plan) -> dict[str, Any]:
-    """The plan as plain numbers; bytes and seconds."""
+def as_json(found: Plan, given: Config | None = None) -> dict[str, Any]:
+    """The plan as plain numbers; bytes and seconds. For `given` see `overrides`."""
     job = found.job
     return {
         "layout": job.layout.name,
-        "overrides": overrides(job),
+        "overrides": overrides(job, given),
         "devices": job.world_size,
         "gpu": found.gpu.name,
         "fits": not found.fit.problems,
@@ -154,16 +157,24 @@ def as_json(found: Plan) -> dict[str, Any]:
     }
 
 
-def overrides(job: Job) -> list[str]:
-    """`key=value` arguments that give a config this layout."""
+SEARCHED = ("vpp", "ep", "etp", "sequence_parallel", "fsdp", "pipeline_layers")
+"""Fields of `parallel` that a search sets, beside those of which a value is always told."""
+
+
+def overrides(job: Job, given: Config | None = None) -> list[str]:
+    """`key=value` arguments that give a config this layout.
+
+    Args:
+        job: of the layout.
+        given: the config that they are for, whose own layout they replace; None: the job's.
+    """
     section, config = job.config.parallel, job.config
     found = [f"parallel.{name}={getattr(section, name)}" for name in ("tp", "pp", "cp")]
-    if section.vpp > 1:
-        found.append(f"parallel.vpp={section.vpp}")
-    if section.ep > 1:
-        found += [f"parallel.ep={section.ep}", f"parallel.etp={section.etp}"]
-    if section.sequence_parallel:
-        found.append("parallel.sequence_parallel=true")
+    others = (ParallelSection(), section if given is None else given.parallel)
+    for name in SEARCHED:
+        value = getattr(section, name)
+        if any(getattr(other, name) != value for other in others):
+            found.append(f"parallel.{name}={_word(value)}")
     if not config.rollout.url and config.rollout.engine == "sglang":
         found += [f"rollout.tp={config.rollout.tp}", f"rollout.sleep={_word(config.rollout.sleep)}"]
     for role in reversed(job.trained_roles):
@@ -185,5 +196,8 @@ def overrides(job: Job) -> list[str]:
     return found
 
 
-def _word(flag: bool) -> str:
-    return "true" if flag else "false"
+def _word(value: bool | int | Sequence[int]) -> str:
+    """As an override has it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value).replace(" ", "")

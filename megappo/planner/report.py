@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 
 from megappo.planner.job import HEADS
@@ -102,7 +103,7 @@ def search_lines(found: Found, *, top: int) -> Iterator[str]:
             f"{one.fit.peak / GB:.1f}",
         ]
         yield _row(f"{number}.", cells) + f"  {one.job.layout.name}"
-        yield f"   {' '.join(overrides(one.job))}"
+        yield f"   {shlex.join(overrides(one.job, found.given))}"
     if found.refused:
         yield ""
         yield "refused:"

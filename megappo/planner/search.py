@@ -62,6 +62,8 @@ class Refused:
 class Found:
     """What a search came to."""
 
+    given: Config
+    """what was searched for; its own layout is replaced"""
     plans: tuple[Plan, ...]
     """one a layout, fastest first"""
     refused: tuple[Refused, ...]
@@ -136,7 +138,8 @@ def search(
 
     base, reason = _with_engine(config, specs["actor"], gpu, job_of, engine_rule)
     if reason:
-        return Found(plans=(), refused=(Refused(layout="all", kind="memory", reason=reason),))
+        none = Refused(layout="all", kind="memory", reason=reason)
+        return Found(given=config, plans=(), refused=(none,))
     plans, refused = [], []
     for sizes in _sizes(job_of(base), world_size, gpus_per_node):
         name, candidate, problems = _candidate(base, specs, sizes, world_size, gpus_per_node)
@@ -152,7 +155,7 @@ def search(
                 Refused(layout=name, kind="memory", reason=reason, peak_bytes=found.peak)
             )
     plans.sort(key=lambda p: p.times.total)
-    return Found(plans=tuple(plans), refused=tuple(refused))
+    return Found(given=config, plans=tuple(plans), refused=tuple(refused))
 
 
 @dataclass(frozen=True, kw_only=True)

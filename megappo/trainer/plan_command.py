@@ -109,7 +109,7 @@ def _search_json(found: Found, top: int) -> dict[str, object]:
     return {
         "num_tried": found.num_tried,
         "num_fitting": len(found.plans),
-        "plans": [as_json(one) for one in found.plans[:top]],
+        "plans": [as_json(one, found.given) for one in found.plans[:top]],
         "refused": [
             {"layout": one.layout, "kind": one.kind, "reason": one.reason} for one in found.refused
         ],

@@ -1,11 +1,14 @@
 """Published layouts are found feasible; what a run would refuse is refused in its words."""
 
+import shlex
+
 import pytest
 
 from megappo.config.batch_plan import plan_batches
 from megappo.models.spec import spec_from_config
 from megappo.planner.constants import GPUS
 from megappo.planner.plan import fit, overrides
+from megappo.planner.report import search_lines
 from megappo.planner.search import problems_of, search, summary
 from megappo.trainer.plan_command import check_engine_split
 from tests.unit.planner.conftest import OFFLOAD, SERVERS
@@ -68,6 +71,32 @@ def test_the_best_come_first_and_are_what_the_config_would_be(find, make_job, ma
     again = make_job(*overrides(best.job), model=QWEN3_30B_A3B, gpus=32)
     assert again.config == best.job.config
     assert fit(again, H100).peak == best.fit.peak
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [
+            *("parallel.tp=2", "parallel.pp=2", "parallel.vpp=2", "parallel.ep=4"),
+            *("parallel.etp=2", "parallel.sequence_parallel=true"),
+            "parallel.pipeline_layers=[11,13,12,12]",
+        ],
+        ["parallel.fsdp=true"],
+    ],
+    ids=["split", "fsdp"],
+)
+def test_the_arguments_of_a_plan_undo_what_the_config_set(find, make_config, given):
+    found = find(QWEN3_30B_A3B, 16, *given)
+    kinds = {}
+    for one in found.plans:
+        layout = one.job.layout
+        kinds.setdefault(tuple(degree > 1 for degree in (layout.tp, layout.vp, layout.ep)), one)
+    assert len(kinds) > 4
+    for one in kinds.values():
+        arguments = overrides(one.job, found.given)
+        assert make_config(*given, *arguments) == one.job.config  # loading checks all sections
+    lines = "\n".join(search_lines(found, top=1))
+    assert shlex.join(overrides(found.plans[0].job, found.given)) in lines
 
 
 def test_a_refusal_is_the_runs_own(find, make_config):

@@ -127,6 +127,19 @@ def test_a_search_prints_arguments_that_fit_and_reasons(run):
     assert "refused:" in out
 
 
+def test_a_search_of_a_recipe_prints_arguments_that_the_recipe_takes(save_model, capsys):
+    """The recipe has sequence_parallel on: a layout of TP 1 must switch it off."""
+    folder = save_model(LLAMA_70B, "recipe")
+    command = ["plan", str(ROOT / "configs" / "llama3.1_70b_gsm8k.yaml"), "--model", folder]
+    command += ["--gpus", "64", "--json"]
+    assert main([*command, "--search", "--top", "1000"]) == 0
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    one = next(one for one in plans if one["layout"].startswith("TP1 "))
+    assert "parallel.sequence_parallel=false" in one["overrides"]
+    assert main([*command, *one["overrides"]]) == 0
+    assert json.loads(capsys.readouterr().out)["layout"] == one["layout"]
+
+
 def test_a_search_without_a_layout_ends_with_1_and_what_check_would_refuse_is_said(run, save_model):
     folder = save_model(DEEPSEEK_V3, "deepseek")
     code, out, _ = run("--gpus", "16", "--search", *SERVERS, model=folder)
