@@ -81,13 +81,16 @@ def plan_batches(
         local_world_size: ranks of a node; None where all are on one.
     """
     layout = config.parallel
-    if problems := check_world_size(layout, world_size):
-        return None, problems
     model_ranks = layout.tp * layout.pp * layout.cp
     dp = world_size // model_ranks
-    problems = _check_rollout_groups(config.rollout.tp, world_size, local_world_size or world_size)
-    problems += check_number_of_servers(config.rollout.url, world_size)
-    problems += _check_batch(config, dp, model_ranks)
+    problems = check_world_size(layout, world_size)
+    divides = not problems
+    if world_size > 0:
+        local = local_world_size or world_size
+        problems += _check_rollout_groups(config.rollout.tp, world_size, local)
+        problems += check_number_of_servers(config.rollout.url, world_size)
+    if divides:
+        problems += _check_batch(config, dp, model_ranks)
     if problems:
         return None, problems
     n = config.rollout.n
@@ -117,25 +120,27 @@ def plan_batches(
 
 
 def check_world_size(layout: ParallelSection, world_size: int) -> list[str]:
-    """Whether a layout divides the ranks; the rule that it breaks, with the numbers."""
+    """Whether a layout divides the ranks; the rules that it breaks, with the numbers."""
     if world_size < 1:
         return [f"world size is {world_size}: start at least one rank"]
+    problems = []
     model_ranks = layout.tp * layout.pp * layout.cp
     degrees = f"TP {layout.tp} x PP {layout.pp} x CP {layout.cp} = {model_ranks}"
     if world_size % model_ranks:
-        return [
+        problems.append(
             f"parallel: {world_size} ranks cannot be split by {degrees}: the world size must be a "
             f"multiple of it (TP x PP x CP x DP); start {model_ranks} or a multiple, "
             "or change parallel.*"
-        ]
+        )
     expert_ranks = layout.expert_tp * layout.ep * layout.pp
-    if world_size % expert_ranks:
-        return [
+    split_otherwise = layout.ep > 1 or layout.expert_tp != layout.tp
+    if split_otherwise and world_size % expert_ranks:
+        problems.append(
             f"parallel: {world_size} ranks cannot be split by ETP {layout.expert_tp} x EP "
             f"{layout.ep} x PP {layout.pp} = {expert_ranks}, as the experts need it; start a "
             "multiple of it, or change parallel.ep or parallel.etp"
-        ]
-    return []
+        )
+    return problems
 
 
 def _check_rollout_groups(tp: int, world_size: int, local_world_size: int) -> list[str]:
@@ -160,16 +165,28 @@ def _cut_in_words(role: ActorSection | CriticSection, samples: int) -> str:
 
 
 def _check_batch(config: Config, dp: int, model_ranks: int) -> list[str]:
-    problems: list[str] = []
     n, mini = config.rollout.n, config.actor.mini_batch_size
     if mini % dp:
-        return [
+        problems = [
             f"actor.mini_batch_size is {mini}: {mini} prompts cannot be shared out evenly over DP "
             f"{dp} (data.train_batch_size {config.data.train_batch_size}, rollout.n {n}); make it "
             f"a multiple of {dp}"
         ]
-    per_rank = mini * n // dp
-    layout = config.parallel
+    else:
+        problems = _check_micro_batches(config, mini * n // dp, dp)
+    samples = config.data.train_batch_size * n // dp
+    if samples < model_ranks:
+        problems.append(
+            f"data.train_batch_size is {config.data.train_batch_size}: {samples} samples a DP rank "
+            f"leave some of its {model_ranks} model-parallel ranks without a prompt to generate for"
+        )
+    return problems
+
+
+def _check_micro_batches(config: Config, per_rank: int, dp: int) -> list[str]:
+    """Whether they divide the `per_rank` samples that a mini-batch has on a DP rank."""
+    problems: list[str] = []
+    n, mini, layout = config.rollout.n, config.actor.mini_batch_size, config.parallel
     for name, role in config.trained_roles.items():
         micro = role.micro_batch_size
         if role.use_dynamic_bsz:
@@ -186,10 +203,4 @@ def _check_batch(config: Config, dp: int, model_ranks: int) -> list[str]:
                 f"mini-batch must be a multiple of parallel.pp ({layout.pp}) with parallel.vpp "
                 f"{layout.vpp}; choose another micro_batch_size, or {name}.use_dynamic_bsz=true"
             )
-    samples = config.data.train_batch_size * n // dp
-    if samples < model_ranks:
-        problems.append(
-            f"data.train_batch_size is {config.data.train_batch_size}: {samples} samples a DP rank "
-            f"leave some of its {model_ranks} model-parallel ranks without a prompt to generate for"
-        )
     return problems

@@ -49,6 +49,36 @@ def test_a_world_that_the_layout_does_not_divide_is_refused_with_the_numbers(mak
     assert "6 ranks cannot be split by TP 4 x PP 1 x CP 1 = 4" in text
 
 
+def test_a_wrong_world_size_hides_no_other_rule_of_it(make):
+    urls = ",".join(f"http://server:{port}" for port in range(30000, 30007))
+    layout = ("parallel.tp=4", "parallel.ep=4", "parallel.etp=1")
+    plan, problems = plan_batches(make(*layout, "rollout.tp=4"), 6)
+    assert plan is None
+    for expected, problem in zip(
+        (
+            "6 ranks cannot be split by TP 4 x PP 1 x CP 1 = 4",
+            "6 ranks cannot be split by ETP 1 x EP 4 x PP 1 = 4",
+            "rollout.tp is 4: 6 ranks cannot be split into engines of 4",
+        ),
+        problems,
+        strict=True,
+    ):
+        assert expected in problem
+    text = problems_of(make("parallel.tp=4", f"rollout.url=[{urls}]"), 6)
+    assert "6 ranks cannot be split by TP 4" in text
+    assert "rollout.url names 7 servers and there are 6 ranks" in text
+    assert problems_of(make("parallel.tp=4", "rollout.tp=4"), 0) == (
+        "world size is 0: start at least one rank"
+    )
+
+
+def test_a_mini_batch_that_dp_does_not_divide_hides_no_batch_that_is_too_small(make):
+    batch = ("data.train_batch_size=3", "actor.mini_batch_size=3", "parallel.pp=4")
+    text = problems_of(make(*batch), 8)
+    assert "3 prompts cannot be shared out evenly over DP 2" in text
+    assert "1 samples a DP rank leave some of its 4 model-parallel ranks" in text
+
+
 def test_a_mini_batch_that_dp_does_not_divide_is_refused(make):
     config = make("data.train_batch_size=10", "actor.mini_batch_size=10")
     text = problems_of(config, 4)
