@@ -7,7 +7,6 @@ are reported together.
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,26 +16,13 @@ from typing import Any
 
 from megappo.checkpoint import layout
 from megappo.checkpoint.compare import (
-    LAYOUT_FIELDS,
-    check_base_weights,
-    check_config,
-    check_data,
-    check_format,
-    check_layout,
-    check_models,
-    check_task,
-    config_changes,
     device_changes,
-    flatten,
-    layout_changes,
-    model_identity,
 )
 from megappo.config import Config
 from megappo.config.algorithm_checks import algorithm_warnings
 from megappo.config.batch_plan import BatchPlan, plan_batches
 from megappo.config.checks import check_device_features
 from megappo.config.findings import Findings
-from megappo.data.identity import file_identities
 from megappo.data.prompts import PromptDataset
 from megappo.data.sampler import Sampler
 from megappo.distributed import parallel
@@ -47,6 +33,13 @@ from megappo.models.spec import (
     ModelSpec,
 )
 from megappo.rollout.file_limit import file_limit_warning, raise_file_limit
+from megappo.trainer.checkpoint_checks import (
+    Known,
+    base_weight_files,
+    changes_since,
+    check_checkpoint,
+    readable_train_files,
+)
 from megappo.trainer.micro_batches import PassSize, token_budget
 from megappo.trainer.model_checks import (
     check_engine,
@@ -133,22 +126,24 @@ def preflight(
         partial(check_run_dir, config.trainer.run_dir, resume=config.checkpoint.resume),
         needs=("trainer.run_dir",),
     )
+    train_files = readable_train_files(config, data)
+    base_weights = base_weight_files(config, specs)
+    state = None if checkpoint is None else found.attempt(partial(layout.read_state, checkpoint))
+    if checkpoint is not None and state is not None:
+        known = Known(
+            config=config,
+            plan=plan,
+            specs=specs,
+            rows=data,
+            train_files=train_files,
+            base_weights=base_weights,
+        )
+        check_checkpoint(state, checkpoint, known, found)
     found.raise_any()
     assert plan is not None
     sampler, train_set = data.sampler, data.sets["train"]
     assert sampler is not None
     total = config.trainer.total_steps or config.trainer.total_epochs * sampler.batches_per_epoch
-    train_files = tuple(file_identities(config.data.train_files))
-    base_weights = _base_weights(config)
-    changes: tuple[str, ...] = ()
-    if checkpoint is not None:
-        state = layout.read_state(checkpoint)
-        check = partial(_check_state, config, state, checkpoint, plan, specs)
-        changes = found.attempt(check) or ()
-        found.attempt(partial(check_data, state, train_files, checkpoint))
-        found.attempt(partial(check_base_weights, state, base_weights, checkpoint))
-        found.attempt(partial(_check_sampler, state, sampler))
-        found.raise_any()
     return Preflight(
         plan=plan,
         actor_spec=specs["actor"],
@@ -164,7 +159,7 @@ def preflight(
         total_steps=total,
         end_in_words=_end_in_words(config, sampler, total),
         checkpoint=checkpoint,
-        changes=changes,
+        changes=() if state is None else changes_since(state, config, plan),
         train_files=train_files,
         base_weights=base_weights,
         warnings=(
@@ -230,15 +225,6 @@ def _end_in_words(config: Config, sampler: Sampler, total: int) -> str:
     )
 
 
-def _base_weights(config: Config) -> dict[str, list[dict[str, Any]]]:
-    paths = model_paths(config)
-    return {
-        role: file_identities(sorted(Path(paths[role]).glob("*.safetensors")))
-        for role, settings in config.trained_roles.items()
-        if settings.lora.rank
-    }
-
-
 def _check_budgets(config: Config) -> list[str]:
     """With its padding the longest sample must fit, or one rank alone would meet one that does not.
 
@@ -292,35 +278,6 @@ def check_run_dir(folder: str, *, resume: str) -> Path | None:
             "the folder, or set checkpoint.resume=auto"
         )
     return found
-
-
-def _check_state(
-    config: Config,
-    state: Mapping[str, Any],
-    checkpoint: Path,
-    plan: BatchPlan,
-    specs: Mapping[str, ModelSpec],
-) -> tuple[str, ...]:
-    """What the run would go on with otherwise than the checkpoint, after refusing what it cannot.
-
-    Raises:
-        CheckpointError: with the difference.
-    """
-    check_task(state, "ppo", checkpoint)
-    degrees = {name: getattr(plan, name) for name in LAYOUT_FIELDS}
-    check_layout(state, degrees, checkpoint)
-    check_format(state, checkpoint, fsdp=config.parallel.fsdp)
-    identities = {role: model_identity(specs[role]) for role in config.trained_roles}
-    check_models(state, identities, checkpoint)
-    now = flatten(config)
-    check_config(state, now, checkpoint)
-    moved = layout_changes(state, degrees)
-    text = ", ".join(moved) + "; random streams start anew from trainer.seed and the step"
-    return (*([text] if moved else []), *config_changes(state, now))
-
-
-def _check_sampler(state: Mapping[str, Any], sampler: Sampler) -> None:
-    copy.deepcopy(sampler).load_state_dict(state["sampler"])
 
 
 def _warnings(config: Config, specs: Mapping[str, ModelSpec]) -> list[str]:

@@ -27,6 +27,8 @@ class Rows:
     tokenizer: Any = None
     sets: dict[str, PromptDataset] = field(default_factory=dict)
     sources: dict[str, list[str]] = field(default_factory=lambda: {"train": [], "val": []})
+    num_train_rows: int | None = None
+    """of the files, usable or not; None where they cannot be read"""
     sampler: Sampler | None = None
     warnings: list[str] = field(default_factory=list)
 
@@ -52,6 +54,7 @@ def check_rows(config: Config, found: Findings, *, read_all_rows: bool) -> Rows:
         if rows.tokenizer is not None:
             rows.sets[name] = _dataset(config, rows.tokenizer, name)
             _check_prompts(rows.sets[name], config, found, read_all_rows=read_all_rows)
+    rows.num_train_rows = num_rows.get("train")
     all_sources = {source for sources in rows.sources.values() for source in sources}
     found.attempt(partial(resolve, all_sources, config.reward))
     if rows.tokenizer is not None:
