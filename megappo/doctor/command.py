@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     if args.config is not None:
         config, mistakes = read_any(args.config, args.overrides)
         mistakes.raise_any()
-    machine = look()
+    machine = look(ranks=args.ranks)
     ranks = args.ranks or len(machine.gpus) or 1
     lines = [] if config is None else needs(config, machine, ranks=ranks)
     missing = [line for line in lines if line.state == "missing"]

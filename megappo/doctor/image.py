@@ -7,6 +7,7 @@ is missing, cannot be imported or has another version than it should.
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 
 from megappo.distributed.cpu_backend import TESTED_MEGATRON
@@ -25,8 +26,17 @@ PARTS = {
 }
 """Modules that are imported, and the package of each."""
 
+TESTED_SGLANG = "0.5.23"
+"""Our plug-ins reach into it; `requirements/` pins it."""
+
+SGLANG_KERNEL = "0.4.10"
+"""That this SGLang asks for."""
+
 TRANSFORMER_ENGINE = ((2, 9), (2, 12))
 """From, and up to but without, the versions that megatron-core 0.16.1 was written for."""
+
+RULE_OF_ENGINE = "it must be 2.9 or later and under 2.12"
+"""The same in words."""
 
 
 def problems() -> list[str]:
@@ -41,7 +51,11 @@ def problems() -> list[str]:
     if megatron != TESTED_MEGATRON:
         found.append(f"megatron-core is {megatron or 'missing'}: it must be {TESTED_MEGATRON}")
     if engine and not fits(engine):
-        found.append(f"transformer-engine is {engine}: it must be 2.9 or later and under 2.12")
+        found.append(f"transformer-engine is {engine}: {RULE_OF_ENGINE}")
+    for package, tested in (("sglang", TESTED_SGLANG), ("sglang-kernel", SGLANG_KERNEL)):
+        version = version_of(package)
+        if version and public(version) != tested:
+            found.append(f"{package} is {version}: it must be {tested}")
     if not apex_is_nvidias():
         found.append("apex is not NVIDIA's, or missing")
     return found
@@ -49,9 +63,16 @@ def problems() -> list[str]:
 
 def fits(version: str) -> bool:
     """Whether a version of Transformer Engine is one that Megatron-Core knows."""
-    major, minor = (int(part) for part in version.split("+")[0].split(".")[:2])
+    numbers = re.match(r"(\d+)(?:\.(\d+))?", version)
+    if numbers is None:
+        return False
     low, high = TRANSFORMER_ENGINE
-    return low <= (major, minor) < high
+    return low <= (int(numbers[1]), int(numbers[2] or 0)) < high
+
+
+def public(version: str) -> str:
+    """A version without the part that names a build, as in `0.4.10+cu130`."""
+    return version.partition("+")[0]
 
 
 def main() -> int:

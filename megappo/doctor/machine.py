@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from megappo.distributed.host_memory import available_bytes
+from megappo.rollout.ports import block_of, num_free_ports
 
 PACKAGES = (
     "torch",
@@ -69,16 +70,25 @@ class Machine:
     shm_free_bytes: int
     open_files_soft: int
     open_files_hard: int
+    ports: tuple[int, int]
+    """first and last of those that engines of the ranks here choose from"""
+    num_free_ports: int
+    """of them"""
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
         return asdict(self)
 
 
-def look() -> Machine:
-    """Asks PyTorch, the kernel and the installed packages."""
+def look(*, ranks: int | None = None) -> Machine:
+    """Asks PyTorch, the kernel and the installed packages.
+
+    Args:
+        ranks: whose engines' ports are looked at; None: as many as GPUs, or 1.
+    """
     import torch
 
+    local_ranks = range(ranks or torch.cuda.device_count() or 1)
     on_cuda = torch.cuda.is_available()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     shm = shutil.disk_usage(_SHARED_MEMORY) if _SHARED_MEMORY.is_dir() else None
@@ -98,6 +108,8 @@ def look() -> Machine:
         shm_free_bytes=shm.free if shm else 0,
         open_files_soft=soft,
         open_files_hard=hard,
+        ports=(block_of(0)[0], block_of(local_ranks[-1])[-1]),
+        num_free_ports=sum(num_free_ports(rank) for rank in local_ranks),
     )
 
 

@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,6 +14,7 @@ from typing import Literal
 from megappo.config import Config, SupervisedConfig
 from megappo.config.lora import LoraSection
 from megappo.distributed.cpu_backend import TESTED_MEGATRON
+from megappo.doctor.image import RULE_OF_ENGINE, SGLANG_KERNEL, TESTED_SGLANG, fits, public
 from megappo.doctor.machine import Machine
 from megappo.errors import ModelError, UserError
 from megappo.models.name_map import hf_names
@@ -50,7 +51,7 @@ def needs(
         *_shared_memory(config, machine, ranks=ranks, on_cuda=on_cuda),
         *(_open_files(machine) if isinstance(config, Config) else ()),
         *_room(config, machine, ranks=ranks),
-        *(_ports(ranks) if isinstance(config, Config) else ()),
+        *(_ports(ranks) if _starts_sglang(config) else ()),
         *_nodes(environment),
     ]
 
@@ -106,22 +107,9 @@ def _packages(config: AnyConfig, machine: Machine, *, on_cuda: bool) -> Iterator
         found == TESTED_MEGATRON, "megatron-core", found or "none",
         f"pip install megatron-core=={TESTED_MEGATRON}: other versions are not tested",
     )  # fmt: skip
-    wanted: dict[str, str] = {}
-    if isinstance(config, Config) and _starts_sglang(config):
-        wanted["sglang"] = "bash launch/setup_venv.sh (CPU), or pip install -e .[gpu]"
-        if on_cuda:
-            wanted["sglang-kernel"] = "pip install -e .[gpu]: it holds SGLang's CUDA kernels"
-            if config.rollout.sleep:
-                wanted["torch-memory-saver"] = (
-                    "rollout.sleep needs it: pip install torch-memory-saver, or rollout.sleep=false"
-                )
-    if on_cuda:
-        wanted["transformer-engine"] = "docs/gpu.md says how; NVIDIA's PyTorch images have it"
-    if config.parallel.fsdp:
-        wanted["einops"] = "parallel.fsdp needs it: pip install einops"
-    for name, remedy in wanted.items():
+    for name, (remedy, will_do) in _wanted(config, on_cuda=on_cuda).items():
         version = machine.packages.get(name, "")
-        yield _judge(bool(version), name, version or "none", remedy)
+        yield _judge(bool(version) and will_do(version), name, version or "none", remedy)
     apex = machine.packages.get("apex", "")
     if apex and not machine.apex_is_nvidias:
         yield _judge(
@@ -135,11 +123,44 @@ def _packages(config: AnyConfig, machine: Machine, *, on_cuda: bool) -> Iterator
         )  # fmt: skip
 
 
+def _wanted(config: AnyConfig, *, on_cuda: bool) -> dict[str, tuple[str, Callable[[str], bool]]]:
+    """Packages beside Megatron: how to get one, and whether a version of it will do."""
+    found: dict[str, tuple[str, Callable[[str], bool]]] = {}
+    if isinstance(config, Config) and _starts_sglang(config):
+        found["sglang"] = (
+            f"bash launch/setup_venv.sh (CPU), or pip install -e .[gpu]: it must be "
+            f"{TESTED_SGLANG}, other versions are not tested",
+            lambda version: public(version) == TESTED_SGLANG,
+        )
+        if on_cuda:
+            found["sglang-kernel"] = (
+                f"pip install -e .[gpu]: it holds SGLang's CUDA kernels, and SGLang "
+                f"{TESTED_SGLANG} asks for {SGLANG_KERNEL}",
+                lambda version: public(version) == SGLANG_KERNEL,
+            )
+            if config.rollout.sleep:
+                found["torch-memory-saver"] = (
+                    "rollout.sleep needs it: pip install torch-memory-saver, or "
+                    "rollout.sleep=false",
+                    bool,
+                )
+    if on_cuda:
+        found["transformer-engine"] = (
+            f"docs/gpu.md says how; NVIDIA's PyTorch images have it; {RULE_OF_ENGINE}",
+            fits,
+        )
+    if config.parallel.fsdp:
+        found["einops"] = ("parallel.fsdp needs it: pip install einops", bool)
+    return found
+
+
 def _shared_memory(
     config: AnyConfig, machine: Machine, *, ranks: int, on_cuda: bool
 ) -> Iterator[Line]:
-    # Two buckets a rank stay there on CPU (rollout.sync_bucket_bytes); on CUDA NCCL takes some.
-    buckets = 2 * config.rollout.sync_bucket_bytes if isinstance(config, Config) else 0
+    # For an engine of our own two buckets a rank stay there on CPU; on CUDA NCCL takes some.
+    buckets = 0
+    if isinstance(config, Config) and _starts_sglang(config):
+        buckets = 2 * config.rollout.sync_bucket_bytes
     per_rank = GIB // 2 if on_cuda else buckets
     needed = ranks * per_rank
     yield _judge(

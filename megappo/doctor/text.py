@@ -11,6 +11,7 @@ from megappo.doctor.needs import Line, gib
 def machine_text(machine: Machine) -> str:
     """What the machine has, a line each."""
     gpus = [f"{gpu.name}, {gib(gpu.memory_bytes)}, {gpu.capability}" for gpu in machine.gpus]
+    first, last = machine.ports
     rows = {
         "host": machine.host,
         "GPUs": "; ".join(gpus) or "none that PyTorch sees",
@@ -21,6 +22,9 @@ def machine_text(machine: Machine) -> str:
         "memory": f"{gib(machine.memory_bytes)}, {gib(machine.available_bytes)} can be taken",
         "/dev/shm": f"{gib(machine.shm_bytes)}, {gib(machine.shm_free_bytes)} free",
         "open files": f"{machine.open_files_soft} (hard limit {machine.open_files_hard})",
+        "ports of engines": (
+            f"{first} to {last}, {machine.num_free_ports} of {last - first + 1} free"
+        ),
         "python": machine.python,
     } | {name: machine.packages.get(name, "-") for name in PACKAGES}
     return "".join(f"{name:<19} {value}\n" for name, value in rows.items())

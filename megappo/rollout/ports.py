@@ -47,9 +47,9 @@ def reserve_ports(count: int, *, local_rank: int, base: int = DEFAULT_BASE) -> P
     Raises:
         UserError: the block reaches into the kernel's range, or holds too few free ports.
     """
-    first = base + local_rank * BLOCK
-    last = first + BLOCK - 1
-    limit = min(ephemeral_start(), 65536)
+    block = block_of(local_rank, base)
+    first, last = block[0], block[-1]
+    limit = _limit()
     if first < 1024 or last >= limit:
         raise UserError(
             f"local rank {local_rank} needs ports {first} to {last}, which must lie between 1024 "
@@ -58,7 +58,7 @@ def reserve_ports(count: int, *, local_rank: int, base: int = DEFAULT_BASE) -> P
         )
     with ExitStack() as locks:
         free: list[int] = []
-        for port in range(first, last + 1):
+        for port in block:
             if len(free) < count and _take(port, locks):
                 free.append(port)
         if len(free) < count:
@@ -67,6 +67,25 @@ def reserve_ports(count: int, *, local_rank: int, base: int = DEFAULT_BASE) -> P
                 f"{len(free)}: other runs may be using them; set another port_base, now {base}"
             )
         return PortReservation(tuple(free), locks.pop_all())
+
+
+def block_of(local_rank: int, base: int = DEFAULT_BASE) -> range:
+    """The ports of a local rank, whether they can be had or not."""
+    first = base + local_rank * BLOCK
+    return range(first, first + BLOCK)
+
+
+def num_free_ports(local_rank: int, base: int = DEFAULT_BASE) -> int:
+    """Ports of a local rank's block that nobody holds now, and that the kernel does not hand out.
+
+    One is tried at a time: an engine that starts meanwhile finds the others free.
+    """
+    return sum(port < _limit() and _is_free(port) for port in block_of(local_rank, base))
+
+
+def _limit() -> int:
+    """Ports for engines lie below it."""
+    return min(ephemeral_start(), 65536)
 
 
 def ephemeral_start() -> int:
@@ -91,6 +110,11 @@ def _take(port: int, locks: ExitStack) -> bool:
         return False
     locks.enter_context(lock)
     return True
+
+
+def _is_free(port: int) -> bool:
+    with ExitStack() as locks:
+        return _take(port, locks)
 
 
 def _can_bind(port: int) -> bool:

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from megappo.errors import UserError
-from megappo.rollout.ports import BLOCK, ephemeral_start, reserve_ports
+from megappo.rollout.ports import BLOCK, block_of, ephemeral_start, num_free_ports, reserve_ports
 
 BASE = 20480
 
@@ -69,3 +69,22 @@ def reserve_and_release(count: int) -> tuple[int, ...]:
     reservation = reserve_ports(count, local_rank=0, base=BASE)
     reservation.release()
     return reservation.ports
+
+
+def test_free_ports_are_counted_and_left_free(reserve):
+    before = num_free_ports(9, BASE)
+    taken = reserve(3, local_rank=9)
+    assert set(taken) <= set(block_of(9, BASE))
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", free_port_of(9, taken)))
+        assert num_free_ports(9, BASE) == before - 4
+    assert num_free_ports(9, BASE) == before - 3
+    assert num_free_ports(0, ephemeral_start()) == 0
+
+
+def free_port_of(local_rank, taken):
+    """One that is free beside those that are taken: it is reserved, and given back."""
+    reservation = reserve_ports(1, local_rank=local_rank, base=BASE)
+    reservation.release()
+    assert reservation.ports[0] not in taken
+    return reservation.ports[0]

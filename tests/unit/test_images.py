@@ -89,6 +89,16 @@ def test_kernels_have_the_versions_that_sglang_asks_for():
     assert {name: ours[name] for name in shared} == {name: asked[name] for name in shared}
 
 
+def test_the_versions_that_the_doctor_wants_are_those_that_are_pinned():
+    ours = pins("gpu.txt") | pins("gpu-sglang.txt")
+    assert ours["sglang"] == image.TESTED_SGLANG
+    assert ours["sglang-kernel"] == image.SGLANG_KERNEL
+    assert image.fits(ours["transformer-engine"])
+    low, high = image.TRANSFORMER_ENGINE
+    words = f"it must be {low[0]}.{low[1]} or later and under {high[0]}.{high[1]}"
+    assert words == image.RULE_OF_ENGINE
+
+
 def test_the_images_check_names_what_a_cpu_machine_lacks():
     result = subprocess.run(
         [sys.executable, "-m", "megappo.doctor.image"],
@@ -103,7 +113,10 @@ def test_the_images_check_names_what_a_cpu_machine_lacks():
 
 @pytest.mark.parametrize(
     ("version", "expected"),
-    [("2.8.0", False), ("2.9", True), ("2.10.0+abc", True), ("2.12.0", False), ("3.0", False)],
+    [
+        *(("2.8.0", False), ("2.9", True), ("2.10.0+abc", True), ("2.12.0", False), ("3.0", False)),
+        *(("2", False), ("unknown", False)),
+    ],
 )
 def test_versions_of_transformer_engine(version, expected):
     assert image.fits(version) is expected

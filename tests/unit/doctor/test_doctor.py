@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -59,6 +60,9 @@ def test_the_facts_are_the_machines():
     assert found.packages["megatron-core"] == "0.16.1"
     assert "no-such-package" not in found.packages
     assert 0 < found.available_bytes <= found.memory_bytes
+    assert found.ports == (21000, 21031)
+    assert 0 <= found.num_free_ports <= 32
+    assert machine.look(ranks=3).ports == (21000, 21095)
 
 
 def test_a_drivers_version_is_read(tmp_path):
@@ -89,7 +93,7 @@ def test_a_cpu_run_lacks_nothing_here_and_a_cuda_run_what_cuda_needs(config_file
         cuda="13.0",
         nccl="2.28.3",
         packages=here.packages
-        | dict.fromkeys(("sglang-kernel", "torch-memory-saver", "transformer-engine"), "1"),
+        | {"sglang-kernel": "0.4.10", "torch-memory-saver": "1", "transformer-engine": "2.11.0"},
     )
     found = lines_of(config, with_gpus, ranks=2)
     missing = [what for what, line in found.items() if line.state == "missing"]
@@ -99,6 +103,38 @@ def test_a_cpu_run_lacks_nothing_here_and_a_cuda_run_what_cuda_needs(config_file
     other = replace(with_gpus, packages=with_gpus.packages | {"apex": "0.9.10.dev0"})
     assert lines_of(config, other)["apex"].state == "missing"
     assert lines_of(config, replace(other, apex_is_nvidias=True))["apex"].state == "ok"
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "state"),
+    [
+        ("sglang", "0.5.22", "missing"),
+        ("sglang", "0.5.23+local", "ok"),
+        ("sglang-kernel", "0.4.9", "missing"),
+        ("sglang-kernel", "0.4.10+cu130", "ok"),
+        ("transformer-engine", "2.8.0", "missing"),
+        ("transformer-engine", "2.10.0+abc", "ok"),
+        ("transformer-engine", "2.12", "missing"),
+        ("transformer-engine", "1", "missing"),
+        ("torch-memory-saver", "0.0.1", "ok"),
+    ],
+)
+def test_a_package_of_an_untested_version_is_missing(config_file, package, version, state):
+    here = machine.look()
+    config = load(config_file, ["device=cuda", "rollout.sleep=true"])
+    line = lines_of(config, replace(here, packages=here.packages | {package: version}))[package]
+    assert (line.state, line.found) == (state, version)
+    assert bool(line.remedy) is (state == "missing")
+
+
+def test_a_run_without_engines_of_its_own_needs_nothing_of_theirs(config_file):
+    small = replace(machine.look(), shm_bytes=0, shm_free_bytes=0)
+    engines = {"sglang", "free ports"}
+    assert engines <= set(lines_of(load(config_file, ["device=cpu"]), small))
+    for without in ("rollout.engine=megatron", "rollout.url=http://server:30000"):
+        found = lines_of(load(config_file, ["device=cpu", without]), small)
+        assert not engines & set(found)
+        assert found["shared memory"].state == "ok"
 
 
 def test_what_is_too_small_is_named_with_both_numbers(config_file):
@@ -177,8 +213,10 @@ def test_the_command_answers_with_json_and_exit_codes(config_file, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["missing"] == []
     assert found["machine"]["packages"]["sglang"] == "0.5.23"
-    assert main(["doctor"]) == 0
-    assert "/dev/shm" in capsys.readouterr().out
+    assert main(["doctor", "--ranks", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "/dev/shm" in shown
+    assert re.search(r"^ports of engines +21000 to 21063, \d+ of 64 free$", shown, re.MULTILINE)
     code = main(["doctor", str(config_file), "device=cuda"])
     text = capsys.readouterr().out
     assert code == (1 if "missing:" in text else 0)
