@@ -40,6 +40,11 @@ def plan_lines(found: Plan) -> Iterator[str]:
     )
     for problem in fit.problems:
         yield f"           {problem}"
+    if fit.engine.share:
+        yield (
+            f"engine     {fit.engine.weights / GB:.1f} GB weights, {fit.engine.cache / GB:.1f} GB "
+            f"cache = {fit.engine.cache_tokens} tokens"
+        )
     if found.host_bytes:
         yield f"host       {found.host_bytes / GB:.0f} GB of a node's memory for what is offloaded"
     yield ""

@@ -31,8 +31,15 @@ def test_a_layout_that_fits_is_shown_as_a_table_and_as_json(run):
     assert code == 0
     assert "layout     TP8+SP x PP4 x CP1 x DP2" in out
     assert "fits       yes" in out
+    # Of 40 GB an eighth of the matrices and all norms; a token has 80 layers x 2 x 1 head x 128 x 2
+    # bytes on each device of rollout.tp 8.
+    norms = (2 * 80 + 1) * 8192
+    weights = 2 * ((70_553_706_496 - norms) // 8 + norms)
+    tokens = (40_000_000_000 - weights) // (80 * 2 * 128 * 2)
+    assert f"engine     17.6 GB weights, 22.4 GB cache = {tokens} tokens\n" in out
     for word in ("update_actor", "optimizer", "MFU", "bubble", "tp", "sync"):
         assert word in out
+    assert "\nengine " not in run("--gpus", "64", *LAYOUT, *SERVERS)[1]
     code, out, _ = run("--nodes", "8", "--json", *LAYOUT)
     found = json.loads(out)
     assert code == 0
