@@ -73,7 +73,7 @@ class FormatRewardSection:
 class CodeRewardSection:
     """`code`: 1 if the response's Python program passes the row's tests, confined."""
 
-    timeout_s: float = opt(10.0, "seconds of wall clock and of CPU for each test")
+    timeout_s: float = opt(10.0, "seconds of wall clock for each test; of CPU time a second more")
     total_timeout_s: float = opt(60.0, "seconds for all tests of a response")
     memory_mb: int = opt(1024, "MiB of address space")
     output_kb: int = opt(256, "KiB that a program may write to its output, and to each file")

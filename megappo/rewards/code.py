@@ -81,7 +81,8 @@ def make(settings: CodeRewardSection, *, num_workers: int) -> RewardFunction:
             max_folder_bytes=FULL_FILES * file_bytes,
         ),
         num_workers=num_workers,
-        settings={"cpu_s": math.ceil(settings.timeout_s), "file_bytes": file_bytes},
+        # More than the clock's: else either may end a program, and one that fails is no time-out.
+        settings={"cpu_s": math.ceil(settings.timeout_s) + 1, "file_bytes": file_bytes},
         environment=ENVIRONMENT,
     )
 

@@ -23,10 +23,14 @@ CALLS = {"fn_name": "f", "inputs": [[1, 2], ["a", "b"]], "outputs": [[2, 1], ["b
 LINES = {"fn_name": "f", "inputs": ["1\n[2]"], "outputs": ["[[2], 1]"]}
 
 
+def make_reward(timeout_s, **settings):
+    settings = CodeRewardSection(timeout_s=timeout_s, memory_mb=256, output_kb=16, **settings)
+    return code.make(settings, num_workers=1)
+
+
 @pytest.fixture(scope="module")
 def reward():
-    settings = CodeRewardSection(timeout_s=3, memory_mb=256, output_kb=16)
-    return code.make(settings, num_workers=1)
+    return make_reward(20)  # none of what it runs takes so long, on a loaded machine either
 
 
 def in_block(program, before="So:\n", after="\nDone."):
@@ -81,19 +85,17 @@ def test_a_program_sees_no_keys_of_the_trainer(monkeypatch):
     for name in ("WANDB_API_KEY", "HF_TOKEN", "JUDGE_KEY"):
         monkeypatch.setenv(name, "secret")
     monkeypatch.setenv("LANG", "C.UTF-8")
-    reward = code.make(CodeRewardSection(timeout_s=10, memory_mb=256), num_workers=1)
+    reward = make_reward(20)
     truth = json.dumps({"inputs": [""], "outputs": ["['LANG']"]})
     assert reward(in_block(SEEN), truth, {}) == 1
 
 
 def test_partial_scores_the_share_of_tests_passed():
-    settings = CodeRewardSection(timeout_s=1, memory_mb=256, partial=True)
-    reward = code.make(settings, num_workers=1)
     truth = json.dumps({"inputs": ["1", "2", "3", "4"], "outputs": ["2", "4", "6", "9"]})
-    assert reward(in_block("print(2 * int(input()))"), truth, {}) == 0.75
+    assert make_reward(20, partial=True)(in_block("print(2 * int(input()))"), truth, {}) == 0.75
     slow = "n = int(input())\nwhile n == 1: pass\nprint(2 * n)"
-    with pytest.raises(RewardTimeoutError, match=r"a test took over 1 s") as caught:
-        reward(in_block(slow), truth, {})
+    with pytest.raises(RewardTimeoutError, match=r"a test took over 3 s") as caught:
+        make_reward(3, partial=True)(in_block(slow), truth, {})
     assert caught.value.score == 0.5
 
 
@@ -263,11 +265,23 @@ while True: time.sleep(0.05)
 """
 
 
+@pytest.mark.parametrize("program", ["while True: pass", "import time\ntime.sleep(60)"])
+def test_a_program_over_the_time_limit_is_counted_as_such(program):
+    reward = make_reward(3)
+    with pytest.raises(RewardTimeoutError, match=r"took over 3 s"):
+        reward(in_block(program), json.dumps(DOUBLE), {})
+    assert reward(in_block("print(2 * int(input()))"), json.dumps(DOUBLE), {}) == 1
+
+
+def test_a_program_that_computes_meets_the_clock_before_the_limit_on_cpu_time(reward):
+    program = "limits = open('/proc/self/limits').read().split('Max cpu time')[1]\n"
+    program += "print(int(limits.split()[0]) > 20)"
+    assert reward(in_block(program), json.dumps({"inputs": [""], "outputs": ["True"]}), {}) == 1
+
+
 @pytest.mark.parametrize(
     ("program", "limit"),
     [
-        ("while True: pass", r"took over 3 s"),
-        ("import time\ntime.sleep(60)", r"took over 3 s"),
         ("x = [bytearray(10**7) for _ in range(10**4)]", "256 MiB of memory"),
         ("import os\nfor _ in range(3000):\n    os.mkdir('d')\n    os.chdir('d')", "its folder"),
         (FILLS, r"filled its folder \(over 1048576 bytes, or 1000 files"),
@@ -312,7 +326,7 @@ def test_nothing_is_left_when_the_reward_ends(tmp_path, monkeypatch):
 
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     before = mine()
-    reward = code.make(CodeRewardSection(timeout_s=1, memory_mb=256), num_workers=1)
+    reward = make_reward(1)
     with pytest.raises(RewardTimeoutError):
         reward(in_block("open('left', 'w').write('x')\nwhile True: pass"), '["assert True"]', {})
     new = mine() - before
