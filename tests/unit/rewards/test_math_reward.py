@@ -6,6 +6,7 @@ import pytest
 from math_verify import parse, verify
 
 from megappo.errors import DataError
+from megappo.rewards import math
 from megappo.rewards.math import check, equal_at_sight, extract_boxed, score
 from megappo.rewards.math_pool import MathVerifier
 
@@ -116,7 +117,17 @@ def test_algebra_decides_the_rest(verifier, answer, ground_truth, expected):
     assert check(f"Thus \\boxed{{{answer}}}.", ground_truth, verifier=verifier) == expected
 
 
-def test_score_compares_in_a_process_of_its_own_and_at_sight():
+@pytest.fixture
+def patient_score(monkeypatch):
+    """`score` with a verifier whose limit a comparison on a loaded machine is far from."""
+    monkeypatch.setattr(math, "TIMEOUT_S", 30.0)
+    math._shared_verifier.cache_clear()
+    yield score
+    math._shared_verifier.cache_clear()
+
+
+def test_score_compares_in_a_process_of_its_own_and_at_sight(patient_score):
+    score = patient_score
     assert score("\\boxed{x^2 + 2x + 1}", "(x+1)^2") == 1.0
     assert score("\\boxed{\\frac{1}{2}}", "0.5") == 1.0
     assert score("\\boxed{3}", "4") == 0.0
