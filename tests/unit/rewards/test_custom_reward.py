@@ -178,7 +178,7 @@ def test_an_async_function_runs_for_a_whole_group_at_once(scorer_of):
     waits.score(rows("0"))  # starts the process
     started = time.monotonic()
     result = waits.score(rows(*map(str, range(40))))
-    assert time.monotonic() - started < 40 * 0.3 / 2
+    assert time.monotonic() - started < 40 * 0.3 - 1  # less than one after another
     assert result.scores == [0.0 if n == 3 else float(n) for n in range(40)]
     assert (result.errors, result.timeouts) == (1, 0)
 
@@ -229,17 +229,19 @@ def test_a_reward_that_waits_for_none_of_its_processes_has_a_limit_too(scorer_of
 
 
 def test_a_signal_that_stops_the_run_leaves_a_reward_at_work_alone(scorer_of):
+    before = set(workers())  # those of a test before may still be ending
     waits = scorer_of("waits")
     waits.score(rows("0"))
-    before = workers()
-    for process in before:
+    mine = set(workers()) - before
+    assert len(mine) == 2
+    for process in mine:
         if process.ppid() == os.getpid():
             process.terminate()
             process.send_signal(signal.SIGINT)
         else:
             assert os.getsid(process.pid) == process.pid  # so a group's signal passes it by
     assert waits.score(rows("1")).scores == [1.0]
-    assert workers() == before
+    assert mine <= set(workers())
 
 
 @pytest.mark.parametrize(("name", "more"), [("batch", 0), ("async_batch", 1)])
@@ -263,9 +265,7 @@ def test_a_number_too_large_is_an_error_of_its_sample_alone(scorer_of):
 
 
 def test_each_thing_a_reward_does_wrong_ends_as_documented_and_leaves_no_process(scorer_of):
-    naughty = scorer_of(
-        "naughty", max_error_rate=1.0, timeout_s=2.5, memory_mb=1024, max_processes=8
-    )
+    naughty = scorer_of("naughty", max_error_rate=1.0, timeout_s=6, memory_mb=1024, max_processes=8)
     errors = ["hangs", "sleeps with signals off", "eats", "exits", "dies", "forks and forks"]
     errors += ["none", "nan", "text"]
     fine = ["well", "prints", "forks", "leaves a process", "well"]
@@ -291,8 +291,9 @@ def test_each_thing_a_reward_does_wrong_ends_as_documented_and_leaves_no_process
     ],
 )
 def test_above_the_rate_the_message_says_what_happened(scorer_of, response, cause):
+    timeout_s = 0.5 if response == "hangs" else 30
     with pytest.raises(RuntimeError, match="1 of 1 rewards failed.*" + cause):
-        scorer_of("naughty", timeout_s=0.5).score(rows(response))
+        scorer_of("naughty", timeout_s=timeout_s).score(rows(response))
 
 
 def test_an_exception_is_named_with_its_line_in_the_users_file(scorer_of):
