@@ -494,12 +494,22 @@ def test_a_write_that_fails_leaves_nothing(model, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+UNFINISHED = """
+import sys, time
+from megappo.checkpoint.convert import output
+from megappo.cli import main
+output._take_place = lambda *paths: time.sleep(600)
+main(sys.argv[1:])
+"""
+
+
 def test_a_killed_conversion_leaves_nothing_that_looks_finished(tmp_path):
+    """It would not end by itself, so that the kill, while it writes, cannot come too late."""
     big = tmp_path / "big"
     write_model(big, vocab_size=200_000, hidden_size=256, intermediate_size=512)
     out, partial = tmp_path / "m", tmp_path / ".m.partial"
-    command = [sys.executable, "-m", "megappo.cli", "convert", "to-megatron", str(big), str(out)]
-    process = subprocess.Popen(command)
+    arguments = ["convert", "to-megatron", str(big), str(out)]
+    process = subprocess.Popen([sys.executable, "-c", UNFINISHED, *arguments])
     deadline = time.monotonic() + 300
     while not list(partial.glob("release/*.distcp")) and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -507,6 +517,6 @@ def test_a_killed_conversion_leaves_nothing_that_looks_finished(tmp_path):
     assert process.wait() == -signal.SIGKILL
     assert partial.is_dir()
     assert not out.exists()
-    assert main(command[3:]) == 0
+    assert main(arguments) == 0
     assert not partial.exists()
     assert main(["convert", "verify", str(big), str(out)]) == 0
