@@ -60,22 +60,34 @@ time.sleep(60)
 """
 
 
+# Before it watches its ranks it may not yet know those that it has started, and ends with 75.
+LAUNCHER = """\
+import pathlib, sys
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from megappo.launch import run_program
+look = LocalElasticAgent._monitor_workers
+def told(agent, group):
+    pathlib.Path(sys.argv[2], "launcher").touch()
+    return look(agent, group)
+LocalElasticAgent._monitor_workers = told
+sys.exit(run_program(["--standalone", "--nproc-per-node", "2"], sys.argv[1:]))
+"""
+
+
 def test_the_ranks_own_codes_reach_the_caller_of_a_signalled_launcher(tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(RANK)
-    program = "import sys; from megappo.launch import run_program as r; "
-    program += "sys.exit(r(['--standalone', '--nproc-per-node', '2'], sys.argv[1:]))"
     started = {}
     for codes in (("75", "75"), ("75", "1")):
         ready = tmp_path / "-".join(codes)
         ready.mkdir()
         started[ready] = subprocess.Popen(
-            [sys.executable, "-c", program, str(script), str(ready), *codes],
+            [sys.executable, "-c", LAUNCHER, str(script), str(ready), *codes],
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
     deadline = time.monotonic() + 120
     for ready, launcher in started.items():
-        while len(list(ready.iterdir())) < 2:
+        while len(list(ready.iterdir())) < 3:
             assert launcher.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.1)
