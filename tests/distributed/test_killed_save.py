@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -26,14 +27,14 @@ def start(config, out, log):
             [*command, "--out", str(out)], stdout=stream, stderr=subprocess.STDOUT, env=environment
         )
     deadline = time.monotonic() + 240
-    while "ready" not in log.read_text():
+    # A whole line: "already" has the word too, and a part of one may be read.
+    while (ready := re.search(r"^ready (\d+)\n", log.read_text(), re.MULTILINE)) is None:
         assert process.poll() is None, log.read_text()
         if time.monotonic() > deadline:
             process.kill()
             raise AssertionError(f"not ready: {log.read_text()}")
         time.sleep(0.02)
-    line = next(line for line in log.read_text().splitlines() if line.startswith("ready"))
-    return process, int(line.split()[1])
+    return process, int(ready.group(1))
 
 
 def kill(process):
