@@ -555,9 +555,12 @@ def run_ranks(
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports below those that connections get by themselves: they must stay free for a while."""
+    """Ports below those that connections get by themselves: they must stay free for a while.
+
+    Engines take theirs further down.
+    """
     found: list[int] = []
-    candidates = random.sample(range(20_000, 32_000), 40 * count)
+    candidates = random.sample(range(22_000, 32_000), 40 * count)
     while len(found) < count:
         with socket.socket() as s:
             try:

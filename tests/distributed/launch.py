@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -15,13 +16,23 @@ ROOT = Path(__file__).parents[2]
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A TCP port that nobody listens on.
+
+    Above those of engines, and below those that the kernel hands out, one of which a connection
+    could have before it is used.
+    """
+    # Not the generator that ranks give the same seed.
+    for port in random.SystemRandom().sample(range(22_000, 32_000), 1000):
+        with socket.socket() as s:
+            try:
+                s.bind(("", port))
+                return port
+            except OSError:  # somebody has it
+                continue
+    raise AssertionError("none of 1000 ports from 22000 to 31999 is free")
 
 
-def run_ranks(worker: str, num_ranks: int, *args: str, timeout_s: float = 120.0) -> list[str]:
+def run_ranks(worker: str, num_ranks: int, *args: str, timeout_s: float = 400.0) -> list[str]:
     """Starts `workers/<worker>` once a rank, with the variables that torchrun sets.
 
     Returns what each rank printed. The first failure, or the time limit, ends all ranks and

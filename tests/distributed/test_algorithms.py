@@ -18,7 +18,7 @@ from tests.distributed.workers.dynamic_sampling import (
 )
 from tests.tiny_run import make_run
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1500)]
 
 LAYOUTS = {
     "alone": (1, []),

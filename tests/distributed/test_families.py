@@ -40,6 +40,8 @@ from tests.distributed.tiny_models import (
     save_tiny_model,
 )
 
+pytestmark = pytest.mark.timeout(1500)
+
 SHORT = {"num_hidden_layers": 2, "max_position_embeddings": 4096}
 BY_ROPE = {
     f"{name}_{rope['rope_type']}": {**MODELS[name], "rope_parameters": rope}

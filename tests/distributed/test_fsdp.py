@@ -15,7 +15,7 @@ from tests.distributed.launch import run_ranks
 from tests.distributed.tiny_models import MOE_MODELS, save_tiny_model
 from tests.tiny_run import make_run
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1500)]
 
 DTYPES = ("float32", "bfloat16")
 RANKS = 2

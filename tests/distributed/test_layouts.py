@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).parents[2]
 
 

@@ -11,7 +11,7 @@ from megappo.data.preferences import write_preferences
 from tests.distributed.launch import run_ranks
 from tests.tiny_run import make_model
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1500)]
 
 CONFIG = """\
 task: rm

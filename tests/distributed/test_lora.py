@@ -8,7 +8,7 @@ import torch
 from tests.distributed.launch import run_ranks
 from tests.tiny_run import make_run
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1500)]
 
 RANK_64 = [
     "actor.lora.rank=64",

@@ -8,7 +8,7 @@ import pytest
 
 from tools import plan_check
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1500)]
 NAMES = ("dp2", "dp2_bf16", "tp2_sp", "tp2_sp_recompute", "pp2", "moe_ep2")
 
 

@@ -12,7 +12,7 @@ import torch
 from tests.distributed.launch import run_ranks
 from tests.tiny_run import make_run
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1500)]
 
 TP2 = ["parallel.tp=2", "parallel.sequence_parallel=true"]
 DENSE = {

@@ -26,7 +26,7 @@ from megappo.rollout.sampling import SamplingSettings, end_token_ids
 def main() -> None:
     model, context_length, requests, answers = sys.argv[1:]
     context = parallel.start(
-        LaunchEnvironment.read(), Degrees(), device="cpu", seed=1, timeout_s=60
+        LaunchEnvironment.read(), Degrees(), device="cpu", seed=1, timeout_s=300
     )
     spec = load_spec(model)
     config = transformer_config(spec, tp=1, pp=1)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 ROOT = Path(__file__).parents[2]
 
 
@@ -41,7 +41,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[Any, Any]:
-    found = tool.run(CASES, tmp_path_factory.mktemp("push"), timeout_s=1200)
+    found = tool.run(CASES, tmp_path_factory.mktemp("push"), timeout_s=1700)
     return {result.case: result for result in found}
 
 

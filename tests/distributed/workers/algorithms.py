@@ -36,7 +36,7 @@ def main() -> None:
     launch = parallel.LaunchEnvironment.read()
     found = preflight(config, launch.world_size)
     degrees = parallel.Degrees.of(config.parallel)
-    context = parallel.start(launch, degrees, device="cpu", seed=1, timeout_s=60)
+    context = parallel.start(launch, degrees, device="cpu", seed=1, timeout_s=300)
     whole = whole_batch(found.actor_spec.vocab_size)
     rows = share(whole, context)
     batch = whole.select(rows)

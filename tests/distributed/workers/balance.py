@@ -169,7 +169,7 @@ def exchanged(context: parallel.ParallelContext) -> list[tuple[list[int], list[f
 def main() -> None:
     launch = parallel.LaunchEnvironment.read()
     degrees = parallel.Degrees(tp=2)
-    dp2 = parallel.start(launch, degrees, device="cpu", seed=1, timeout_s=60)
+    dp2 = parallel.start(launch, degrees, device="cpu", seed=1, timeout_s=300)
     dp4 = replace(dp2, tp=1, tp_rank=0, dp=4, dp_rank=dp2.rank, data_group=dp2.world_group)
     alone = [dist.new_group([rank], backend="gloo") for rank in range(dp2.world_size)]
     dp1 = replace(dp2, tp=4, tp_rank=dp2.rank, dp=1, dp_rank=0, data_group=alone[dp2.rank])

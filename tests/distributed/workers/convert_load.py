@@ -24,7 +24,7 @@ def main() -> None:
     degrees = parallel.Degrees(
         tp=arguments.tp, pp=arguments.pp, vp=arguments.vp, ep=arguments.ep, etp=arguments.tp
     )
-    context = parallel.start(launch, degrees, device="cpu", seed=1, timeout_s=60)
+    context = parallel.start(launch, degrees, device="cpu", seed=1, timeout_s=300)
     for folder in sorted(arguments.models.iterdir()):
         check(folder, arguments.checkpoints / folder.name / "release", arguments)
     parallel.stop(context)

@@ -23,7 +23,7 @@ def main() -> None:
         parallel.Degrees.of(config.parallel),
         device="cpu",
         seed=1,
-        timeout_s=60,
+        timeout_s=300,
     )
     specs = {role: load_spec(path) for role, path in model_paths(config).items()}
     actor, _, _ = build_roles(config, specs, context, total_optimizer_steps=100)

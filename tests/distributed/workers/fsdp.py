@@ -46,7 +46,7 @@ def main() -> None:
     pretend_cuda()
     launch = parallel.LaunchEnvironment.read()
     degrees = parallel.Degrees.of(load(arguments.config, arguments.overrides).parallel)
-    context = parallel.start(launch, degrees, device="cpu", seed=1, timeout_s=60)
+    context = parallel.start(launch, degrees, device="cpu", seed=1, timeout_s=300)
     for dtype in arguments.dtypes:
         found = {}
         for kind in ("ddp", "fsdp"):

@@ -48,7 +48,7 @@ def main() -> None:
     arguments = parser.parse_args()
     launch = LaunchEnvironment.read()
     context = parallel.start(
-        launch, Degrees(tp=arguments.tp, etp=arguments.tp), device="cpu", seed=1, timeout_s=60
+        launch, Degrees(tp=arguments.tp, etp=arguments.tp), device="cpu", seed=1, timeout_s=300
     )
     found = {
         folder.name: run_model(folder, context, arguments)

@@ -29,7 +29,7 @@ def main() -> None:
     arguments = parser.parse_args()
     config = load(arguments.config)
     launch = parallel.LaunchEnvironment.read()
-    context = parallel.start(launch, parallel.Degrees(), device="cpu", seed=1, timeout_s=60)
+    context = parallel.start(launch, parallel.Degrees(), device="cpu", seed=1, timeout_s=300)
     specs = {role: load_spec(path) for role, path in model_paths(config).items()}
     actor, critic, _ = build_roles(config, specs, context, total_optimizer_steps=9)
     models = {"actor": actor.trainable, "critic": critic.trainable}

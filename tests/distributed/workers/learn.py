@@ -45,7 +45,7 @@ def main() -> None:
         assert isinstance(loaded, SupervisedConfig)
         configs[task] = loaded
     degrees = parallel.Degrees.of(configs["rm"].parallel)
-    context = parallel.start(launch, degrees, device="cpu", seed=1, timeout_s=60)
+    context = parallel.start(launch, degrees, device="cpu", seed=1, timeout_s=300)
     found = {task: learn(config, context) for task, config in configs.items()}
     trainer, found["rm"]["scores"] = scores(configs["rm"], context, arguments.out)
     found["rm"]["resumed"] = resume(configs["rm"], trainer, context, arguments.out)

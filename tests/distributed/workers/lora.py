@@ -39,7 +39,7 @@ def main() -> None:
     for name, overrides in json.loads(arguments.layouts).items():
         config = load(arguments.config, overrides)
         degrees = parallel.Degrees.of(config.parallel)
-        context = parallel.start(launch, degrees, device="cpu", seed=1, timeout_s=60)
+        context = parallel.start(launch, degrees, device="cpu", seed=1, timeout_s=300)
         out = arguments.out / name
         out.mkdir(exist_ok=True)
         torch.save(run_layout(config, context, out), out / f"rank{context.rank}.pt")

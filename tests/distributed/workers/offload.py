@@ -61,7 +61,7 @@ def main() -> None:
     layout = load(arguments.config, arguments.overrides).parallel
     launch = parallel.LaunchEnvironment.read()
     degrees = parallel.Degrees.of(layout)
-    context = parallel.start(launch, degrees, device="cpu", seed=1, timeout_s=60)
+    context = parallel.start(launch, degrees, device="cpu", seed=1, timeout_s=300)
     for case in arguments.cases:
         mode, dtype = case.split(":")
         overrides = [*arguments.overrides, *SWITCHES[mode], f"model.dtype={dtype}"]

@@ -39,7 +39,7 @@ def main() -> None:
     for name, overrides in json.loads(arguments.layouts):
         config = load(arguments.config, overrides)
         degrees = parallel.Degrees.of(config.parallel)
-        context = parallel.start(launch, degrees, device="cpu", seed=1, timeout_s=60)
+        context = parallel.start(launch, degrees, device="cpu", seed=1, timeout_s=300)
         run_layout(name, config, context, arguments.out)
         # Another port for the next groups: a rank must not meet the store of these.
         ports = parallel.all_gather_objects(free_port(), context.world_group)

@@ -33,6 +33,6 @@ def start_worker() -> Worker:
     arguments = parser.parse_args()
     config = load(arguments.config, arguments.overrides)
     degrees = parallel.Degrees.of(config.parallel)
-    context = parallel.start(LaunchEnvironment.read(), degrees, device="cpu", seed=1, timeout_s=60)
+    context = parallel.start(LaunchEnvironment.read(), degrees, device="cpu", seed=1, timeout_s=300)
     specs = {role: load_spec(path) for role, path in model_paths(config).items()}
     return Worker(config=config, out=arguments.out, context=context, specs=specs)

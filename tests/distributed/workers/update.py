@@ -38,7 +38,7 @@ def main() -> None:
     launch = parallel.LaunchEnvironment.read()
     found = preflight(config, launch.world_size)
     degrees = parallel.Degrees.of(config.parallel)
-    context = parallel.start(launch, degrees, device="cpu", seed=1, timeout_s=60)
+    context = parallel.start(launch, degrees, device="cpu", seed=1, timeout_s=300)
     specs = {
         "actor": found.actor_spec,
         "critic": found.critic_spec,
