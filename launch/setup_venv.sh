@@ -29,6 +29,8 @@ fi
 echo "setup: making .venv ($extra); the first time this downloads about 1 GB"
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 pip=(.venv/bin/python -m pip)
+# A slow mirror is no reason to give up.
+export PIP_DEFAULT_TIMEOUT="${PIP_DEFAULT_TIMEOUT:-120}" PIP_RETRIES="${PIP_RETRIES:-10}"
 install=("${pip[@]}" install --quiet -c requirements/constraints.txt)
 echo "setup: PyTorch"
 torch="$(grep '^torch==' requirements/cpu.txt)"
