@@ -22,7 +22,7 @@ ClusterName=test
 SlurmctldHost={controller}({hub})
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=5
+AuthInfo=socket={folder}/munge.socket,cred_expire=15
 StateSaveLocation={folder}/state
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmctldPort=17000
@@ -61,7 +61,7 @@ class Cluster:
         """A command of Slurm's; returns what it printed."""
         done = subprocess.run(
             arguments, cwd=cwd, env={**self.environment, **environment}, text=True, check=False,
-            capture_output=True, timeout=60,
+            capture_output=True, timeout=120,
         )  # fmt: skip
         assert done.returncode == 0, f"{arguments}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
@@ -71,7 +71,7 @@ class Cluster:
         words = self.run("scontrol", "--oneliner", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait(self, number: str, *states: str, timeout_s: float = 300) -> dict[str, str]:
+    def wait(self, number: str, *states: str, timeout_s: float = 900) -> dict[str, str]:
         """Until the job is in one of these states; returns what is said of it then."""
         deadline = time.monotonic() + timeout_s
         while (found := self.job(number))["JobState"] not in states:
@@ -129,7 +129,7 @@ def _idle_nodes(environment: Mapping[str, str]) -> int:
     return len(told.stdout.split()) if told.returncode == 0 else 0
 
 
-def _wait_for(condition, folder: Path, timeout_s: float = 60) -> None:
+def _wait_for(condition, folder: Path, timeout_s: float = 180) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         logs = "\n".join(p.read_text()[-2000:] for p in sorted(folder.glob("daemon*.log")))

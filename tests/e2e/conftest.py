@@ -15,7 +15,7 @@ from tests.tiny_run import make_run
 
 SETTINGS = [
     "device=cpu", "rollout.engine=megatron", "rollout.max_running_requests=12",
-    "trainer.total_steps=4", "trainer.test_freq=0", "trainer.val_before_train=false",
+    "trainer.total_steps=6", "trainer.test_freq=0", "trainer.val_before_train=false",
     "trainer.save_freq=1", "checkpoint.export_hf=false",
 ]  # fmt: skip
 
@@ -43,7 +43,7 @@ def two_nodes(tmp_path_factory):
         sys.executable, "-m", "megappo.launch", "--nproc-per-node", "2", str(root / "run.yaml"),
         f"trainer.run_dir={root / 'undisturbed'}", *SETTINGS,
     ]  # fmt: skip
-    subprocess.run(command, check=True, timeout=300)
+    subprocess.run(command, check=True, timeout=900)
     with node_network.network(["mnode0", "mnode1"]) as nodes:
         yield TwoNodes(nodes=nodes, root=root, undisturbed=metrics(root / "undisturbed"))
 
