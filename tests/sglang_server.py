@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -69,6 +70,15 @@ class LaunchedServer:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Below those that the kernel hands out: a connection may have such a one before the server.
+
+    Also below Slurm's of the tests, and those of engines.
+    """
+    for port in random.sample(range(10_000, 16_000), 1000):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+                return port
+            except OSError:  # somebody has it
+                continue
+    raise AssertionError("none of 1000 ports from 10000 to 15999 is free")
