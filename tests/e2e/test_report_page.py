@@ -1,9 +1,11 @@
 """The report in headless Chromium: it draws, filters, loads nothing; texts of runs stay texts."""
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
+from selenium.common.exceptions import WebDriverException
 from selenium.webdriver import Chrome, ChromeOptions, ChromeService
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select
@@ -11,7 +13,7 @@ from selenium.webdriver.support.ui import Select
 from megappo.cli import main
 from tests.unit.report.made_run import EVIL, make
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 CHROMIUM, DRIVER = "/usr/bin/chromium", "/usr/bin/chromedriver"
 FLAGS = (
@@ -30,17 +32,28 @@ def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
     runs = [make(folder / "first"), make(folder / "second", steps=9, shift=0.5)]
     assert main(["report", *map(str, runs)]) == 0
-    options = ChromeOptions()
-    options.binary_location = CHROMIUM
-    for flag in (*FLAGS, f"--user-data-dir={folder / 'browser'}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    browser = Chrome(options=options, service=ChromeService(DRIVER))
+    browser = start_browser(folder)
     try:
         browser.get((runs[0] / "report.html").as_uri())
         yield browser
     finally:
         browser.quit()
+
+
+def start_browser(folder, tries=3):
+    """Chromium that gives up at its start, as it may on a loaded machine, is started again."""
+    options = ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in (*FLAGS, f"--user-data-dir={folder / f'browser_{tries}'}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    try:
+        return Chrome(options=options, service=ChromeService(DRIVER))
+    except WebDriverException as error:
+        if tries == 1:
+            raise
+        warnings.warn(f"the browser did not start: {error}", stacklevel=2)
+        return start_browser(folder, tries - 1)
 
 
 def find(browser, selector):
