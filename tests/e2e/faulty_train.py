@@ -53,6 +53,7 @@ def install(faults: list[dict[str, object]], rank: int, run_dir: Path) -> None:
         if kind == "error":
             raise RuntimeError("a planted error")
         if kind == "stop":
+            time.sleep(2)  # the watchdog's thread has told the phase by then
             os.kill(os.getpid(), signal.SIGSTOP)
         if kind == "kl":
             total, count = loss.tally.sums["actor/ppo_kl"]

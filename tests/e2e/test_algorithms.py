@@ -11,7 +11,7 @@ import pytest
 
 from tests.tiny_run import make_run
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 OVERRIDES = [
     "algorithm.adv_estimator=grpo", "algorithm.filter_groups=true",
@@ -25,7 +25,7 @@ def train(root: Path, name: str, *overrides: str) -> str:
     result = subprocess.run(
         [sys.executable, "-m", "megappo.launch", "--nproc-per-node", "2", str(root / "run.yaml"),
          f"trainer.run_dir={root / name}", *OVERRIDES, *overrides],
-        capture_output=True, text=True, timeout=400, check=False,
+        capture_output=True, text=True, timeout=900, check=False,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert result.returncode == 0, result.stderr

@@ -18,11 +18,11 @@ import pytest
 
 from tests.tiny_run import make_run
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 OF_THE_CLOCK = ("timing_s/", "perf/", "rollout/sync_", "reward/overlap")
 
-TIME_LIMIT_S = 400
+TIME_LIMIT_S = 900
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 COMMON = [
     "rollout.engine=megatron", "trainer.test_freq=0", "trainer.val_before_train=false",

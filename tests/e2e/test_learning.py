@@ -15,7 +15,7 @@ from megappo.data.preferences import write_preferences
 from tests.distributed.test_learning import CONFIG
 from tests.tiny_run import make_model, make_run
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def run(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     ranks = ["--nproc-per-node", "2"] if command.startswith("train") else []
     return subprocess.run(
         [sys.executable, "-m", "megappo.cli", command, *ranks, str(root / "rm.yaml"), *rest],
-        capture_output=True, text=True, timeout=180, check=False,
+        capture_output=True, text=True, timeout=600, check=False,
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
 
@@ -120,7 +120,7 @@ def test_ppo_takes_its_reward_from_a_reward_model_beside_the_rule(root):
             "reward_model.rule_weight=0.5", "reward_model.param_offload=true",
             "rollout.engine=megatron", "trainer.total_steps=1", "trainer.test_freq=1",
         ],
-        capture_output=True, text=True, timeout=180, check=False,
+        capture_output=True, text=True, timeout=600, check=False,
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
@@ -129,7 +129,7 @@ def test_ppo_takes_its_reward_from_a_reward_model_beside_the_rule(root):
     ]
     model, rules = step["reward/model/mean"], step["reward/rules/mean"]
     assert abs(model) > 1e-6
-    assert step["critic/score/mean"] == pytest.approx(3 * model + 0.5 * rules, abs=1e-6)
+    assert step["critic/score/mean"] == pytest.approx(3 * model + 0.5 * rules, abs=1e-6, rel=1e-6)
     assert abs(before["val/reward_model/mean"]) > 1e-6
     samples = (folder / "run" / "rollouts" / "step_000001.jsonl").read_text().splitlines()
     scores = {json.loads(line)["score"] for line in samples}

@@ -11,7 +11,7 @@ from megappo.cli import main
 from tests.e2e.test_run import metrics, train, weights_hash
 from tests.tiny_run import make_model, make_run
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 LORA = [
     "actor.lora.rank=8",

@@ -13,10 +13,10 @@ import pytest
 from tests.e2e.conftest import ranks_of
 from tests.e2e.test_run import metrics
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
-LIMIT_S = 90
-"""No mistake takes longer to be told."""
+LIMIT_S = 300
+"""For a mistake to be told; on an idle machine each takes a fraction of it."""
 PORT = 29511
 SOON = "trainer.node_wait_s=5"
 
@@ -34,7 +34,7 @@ def start(two_nodes, number, arguments, *, command=("bash", "launch/node.sh"), *
     )  # fmt: skip
 
 
-def finish(process, timeout_s=300):
+def finish(process, timeout_s=900):
     """Exit code, stdout and stderr; in a failing test nothing is left running."""
     try:
         out, err = process.communicate(timeout=timeout_s)
@@ -57,7 +57,7 @@ def test_a_run_over_two_nodes_whose_rank_is_killed_starts_again_on_both(two_node
     run_dir = two_nodes.root / "restarted"
     arguments = two_nodes.arguments("restarted")
     nodes = [start(two_nodes, n, arguments, MAX_RESTARTS="1") for n in (0, 1)]
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 900
     while not (run_dir / "checkpoints" / "latest").exists():
         assert time.monotonic() < deadline
         assert all(n.poll() is None for n in nodes), [finish(n) for n in nodes]
@@ -173,7 +173,9 @@ def test_plain_torchrun_too_names_the_node_that_differs(two_nodes):
         for n in (0, 1)
     ]  # fmt: skip
     codes, messages = refused(*nodes)
-    assert codes == [2, 2]
+    assert codes[0] == 2
+    # The store goes with node 0, and torchrun on the other may miss it before its ranks' code.
+    assert codes[1] in (1, 2)
     for err in messages:
         assert "error: the nodes are not alike" in err
         assert "trainer.seed: node 1 (mnode1, 10.203.7.2) has 1; node 0 (mnode0, " in err

@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.test_run import TIME_LIMIT_S, command, metrics, train
 from tests.tiny_run import make_run
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 SHORT = [
     "rollout.engine=megatron", "rollout.max_running_requests=12", "trainer.total_steps=3",

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ import pytest
 
 from tests.tiny_run import make_model, make_run
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 OF_THE_CLOCK = ("timing_s/", "perf/", "rollout/sync_", "reward/overlap")
 
-TIME_LIMIT_S = 420
+TIME_LIMIT_S = 900
 
 
 @pytest.fixture(scope="module")
@@ -202,9 +203,9 @@ def test_a_killed_run_goes_on_to_the_same_numbers_bit_for_bit(root, undisturbed)
 
     process = start()
     family = wait_for_step(process, run_dir, step=1)
-    rank = [p for p in family if "megappo.train" in p.cmdline()][-1]
+    rank = rank_of(family, 1)
     rank.kill()
-    errors = process.communicate(timeout=60)[1]
+    errors = process.communicate(timeout=180)[1]
     assert psutil.wait_procs(family, timeout=60)[1] == [], "processes outlived the killed rank"
     assert process.returncode == 1
     assert f"rank 1 (process {rank.pid}) was ended by SIGKILL" in errors.splitlines()[-1]
@@ -213,8 +214,9 @@ def test_a_killed_run_goes_on_to_the_same_numbers_bit_for_bit(root, undisturbed)
     family = wait_for_step(process, run_dir, step=3)
     process.send_signal(signal.SIGKILL)  # the launcher alone: ranks and engines must follow
     process.wait()
-    assert psutil.wait_procs(family, timeout=20)[1] == [], "processes outlived the launcher"
-    assert [r["step"] for r in metrics(run_dir)][-1] == 3
+    assert psutil.wait_procs(family, timeout=60)[1] == [], "processes outlived the launcher"
+    assert [r["step"] for r in metrics(run_dir)][-1] in (3, 4)  # the kill takes a moment
+    assert not (run_dir / "actor_hf").exists()
     resumed = train(root, "killed", in_line)
     assert "resuming   from" in resumed.stdout
     assert metrics(run_dir) == metrics(undisturbed[0])
@@ -245,7 +247,7 @@ def run_killed(root: Path, name: str, *overrides: str, kills: list[Kill]) -> tup
         check=False, env=os.environ | {"OMP_NUM_THREADS": "1", "MEGAPPO_TEST_RUN": marker},
     )  # fmt: skip
     orphans = [p for p in psutil.process_iter() if is_of_run(p, marker)]
-    assert psutil.wait_procs(orphans, timeout=20)[1] == []
+    assert psutil.wait_procs(orphans, timeout=60)[1] == []
     return done.returncode, done.stdout
 
 
@@ -330,12 +332,21 @@ def test_sigterm_saves_and_the_same_command_goes_on(root, undisturbed):
     )  # fmt: skip
     family = wait_for_step(process, run_dir, step=1)
     process.terminate()
-    screen, _ = process.communicate(timeout=120)
+    screen, _ = process.communicate(timeout=300)
     assert process.returncode == 75, screen
-    assert psutil.wait_procs(family, timeout=30)[1] == []
+    assert psutil.wait_procs(family, timeout=60)[1] == []
     assert (run_dir / "checkpoints" / "latest").exists()
     train(root, "terminated", "trainer.save_freq=0")
     assert metrics(run_dir) == metrics(undisturbed[0])
+
+
+def rank_of(family: list[psutil.Process], rank: int) -> psutil.Process:
+    """The process that trains as this rank."""
+    for process in family:
+        with suppress(psutil.Error):  # it ended meanwhile
+            if "megappo.train" in process.cmdline() and process.environ().get("RANK") == str(rank):
+                return process
+    raise AssertionError(f"no rank {rank} among {family}")
 
 
 def wait_for_step(process: subprocess.Popen, run_dir: Path, *, step: int) -> list[psutil.Process]:

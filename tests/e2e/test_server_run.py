@@ -16,7 +16,7 @@ from tests.sglang_server import KEY, LaunchedServer
 from tests.tiny_run import make_run
 
 # A server starts twice; on a loaded machine each start takes minutes.
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 TIME_LIMIT_S = 900
 SHORT = [

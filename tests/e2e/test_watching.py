@@ -16,7 +16,7 @@ from megappo.trainer.stopwatch import PHASES
 from tests.tiny_run import make_run
 from tests.unit.loggers.test_trackers import mlflow_runs, wandb_rows
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 OF_THE_CLOCK = ("timing_s/", "perf/", "rollout/sync_", "reward/overlap")
 
@@ -34,8 +34,9 @@ def train(root: Path, name: str, steps: int, *overrides: str) -> Path:
             "trainer.val_before_train=false", "checkpoint.export_hf=false",
             "actor.optim.lr_decay_style=constant", f"trainer.total_steps={steps}", *overrides,
         ],
-        capture_output=True, text=True, timeout=400, check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=900, check=False,
+        # wandb gives its own process 30 s to start.
+        env=os.environ | {"OMP_NUM_THREADS": "1", "WANDB__SERVICE_WAIT": "300"},
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
     return root / name

@@ -64,7 +64,10 @@ def wandb_rows(run_dir):
     return found
 
 
-def test_wandb_offline_has_each_step_once_also_after_a_resume_and_a_roll_back(tmp_path):
+def test_wandb_offline_has_each_step_once_also_after_a_resume_and_a_roll_back(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("WANDB__SERVICE_WAIT", "300")  # for its own process to start; 30 s else
     logger = write(tmp_path, "wandb", [(0, 0.0), (1, 0.1), (2, 0.2), (3, 0.3)])
     logger.rewind(2)
     logger.log(2, {"critic/score/mean": 99.0})
