@@ -21,10 +21,7 @@ def contained_loggers(
 
     def report(step: int, text: str) -> None:
         say(f"warning    step {step}: {text}")
-        try:
-            records.event("logger_failed", step, text=text)
-        except OSError as error:  # the same full disk
-            say(f"warning    events.jsonl cannot be written: {error}")
+        records.event("logger_failed", step, text=text)
 
     return [
         ContainedLogger(

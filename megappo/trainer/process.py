@@ -188,10 +188,12 @@ class Process:
         """What went wrong on this rank: the message on the screen, the traceback in the log."""
         rank = self._launch.rank if self._launch else 0
         stream = self._screen.err if self._screen else sys.stderr
-        traceback.print_exc()
         where = f" (traceback in {self._log_file})" if self._log_file else ""
-        _write(stream, f"rank {rank} failed: {type(error).__name__}: {error}{where}")
-        self._tell_others(f"rank {rank} failed")
+        try:
+            traceback.print_exc()
+        finally:  # the log's disk may be full
+            _write(stream, f"rank {rank} failed: {type(error).__name__}: {error}{where}")
+            self._tell_others(f"rank {rank} failed")
 
     def say(self, text: str) -> None:
         """A line on the user's stdout, from rank 0."""
@@ -218,11 +220,15 @@ class Process:
     def _report_hang(self, run_dir: Path, found: HangReport) -> None:
         """Called from the watchdog's thread while the main one is stuck."""
         path = run_dir / "hang_report.txt"
-        path.write_text(found.text)
-        Records.append_event(run_dir, "hang", found.step, text=found.summary, ranks=found.ranks)
+        where = f"stacks and last collectives are in {path}"
+        try:
+            path.write_text(found.text)
+            Records.append_event(run_dir, "hang", found.step, text=found.summary, ranks=found.ranks)
+        except OSError as error:
+            where = f"stacks and last collectives cannot be written to {path}: {error}"
         _write(
             self._screen.err if self._screen else sys.stderr,
-            f"{found.summary}; stacks and last collectives are in {path}; all ranks end",
+            f"{found.summary}; {where}; all ranks end",
         )
 
 

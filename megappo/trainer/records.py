@@ -1,17 +1,24 @@
-"""Files of a run that are not metrics: sampled responses, and events. Written by rank 0 alone."""
+"""Files of a run that are not metrics: sampled responses, and events. Written by rank 0 alone.
+
+One that cannot be written is told on the screen, and the run goes on.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from megappo.trainer.best_effort import BestEffort
 from megappo.types import RolloutBatch
 
 MOST_TOKENS_A_CHARACTER = 4
 """UTF-8 has at most four bytes a character, and a token at least one."""
+
+EVENTS = "events.jsonl"
 
 
 class Records:
@@ -21,14 +28,23 @@ class Records:
         run_dir: the folder.
         rollouts_per_step: samples of rank 0 that are written; -1: all.
         tokens_per_sample: first tokens of each whose text and log-prob are written too.
+        say: puts a line on the user's screen.
     """
 
-    def __init__(self, run_dir: Path, *, rollouts_per_step: int, tokens_per_sample: int) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        rollouts_per_step: int,
+        tokens_per_sample: int,
+        say: Callable[[str], None],
+    ) -> None:
         self._run_dir = run_dir
         self._folder = run_dir / "rollouts"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._limit = rollouts_per_step
         self._tokens = tokens_per_sample
+        self._best_effort = BestEffort(say)
 
     def write_rollouts(self, step: int, batch: RolloutBatch, tokenizer: Any) -> None:
         """The first samples of rank 0's share, one JSON object a sample."""
@@ -53,18 +69,34 @@ class Records:
                 sample["tokens"] = token_texts(completion.token_ids[: self._tokens], tokenizer)
                 sample["log_probs"] = [round(p, 4) for p in completion.log_probs[: self._tokens]]
             lines.append(json.dumps(sample, ensure_ascii=False))
-        (self._folder / f"step_{step:06d}.jsonl").write_text("\n".join(lines) + "\n")
+        with self._best_effort.writing("rollouts/"):
+            (self._folder / f"step_{step:06d}.jsonl").write_text("\n".join(lines) + "\n")
 
     def event(self, kind: str, step: int, **details: Any) -> None:
         """Appends an event with the time of day (Unix seconds)."""
-        self.append_event(self._run_dir, kind, step, **details)
+        with self._best_effort.writing(EVENTS):
+            self.append_event(self._run_dir, kind, step, **details)
 
     @staticmethod
     def append_event(run_dir: Path, kind: str, step: int, **details: Any) -> None:
-        """The same, for a run whose records are not open, or in another thread's hands."""
-        line = json.dumps({"time": time.time(), "kind": kind, "step": step, **details})
-        with (run_dir / "events.jsonl").open("a") as file:
-            file.write(line + "\n")
+        """The same, for a run whose records are not open, or in another thread's hands.
+
+        A line that was cut off, by a kill or a full disk, keeps its own line.
+
+        Raises:
+            OSError: the disk is full, say.
+        """
+        line = json.dumps({"time": time.time(), "kind": kind, "step": step, **details}) + "\n"
+        with (run_dir / EVENTS).open("ab+") as file:
+            file.write(b"\n" * _is_torn(file) + line.encode())
+
+
+def _is_torn(file: IO[bytes]) -> bool:
+    """Whether a file's last line lacks its end."""
+    if not file.seek(0, os.SEEK_END):
+        return False
+    file.seek(-1, os.SEEK_END)
+    return file.read() != b"\n"
 
 
 def token_texts(token_ids: Sequence[int], tokenizer: Any) -> list[str]:

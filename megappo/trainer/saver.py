@@ -177,10 +177,12 @@ class Saver:
     def _note_failure(self, step: int, error: SaveError) -> None:
         self._failures += 1
         self._is_overdue = True
+        text = f"{error}; {self._last_in_words()}"
+        if self.settings.on_failure == "continue":
+            self.say(f"warning    {text}; it is tried again")
         self.event("save_failed", step, reason=str(error))
         if self.settings.on_failure == "stop":
-            raise SaveError(f"{error}; {self._last_in_words()}")
-        self.say(f"warning    {error}; {self._last_in_words()}; it is tried again")
+            raise SaveError(text)
 
     def _last_in_words(self) -> str:
         last = layout.latest(self.store.folder)

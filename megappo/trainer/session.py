@@ -114,6 +114,7 @@ class Session:
                 run_dir,
                 rollouts_per_step=config.trainer.rollouts_per_step,
                 tokens_per_sample=config.trainer.rollout_tokens_per_sample,
+                say=self._say,
             )
             loggers = self._make_loggers(config, found, run_dir, records)
         profiler = make_profiler(config.trainer, context, say=self._say, records=records)
@@ -133,7 +134,8 @@ class Session:
             local_world_size=self._process.launch.local_world_size,
             restarts=self._process.launch.restarts,
         )
-        self._let_watch(trainer, Status(run_dir if context.is_main else None), profiler)
+        status = Status(run_dir if context.is_main else None, say=self._say)
+        self._let_watch(trainer, status, profiler)
         try:
             run.fit(found.checkpoint)
         finally:

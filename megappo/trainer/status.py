@@ -9,17 +9,25 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
+
+from megappo.trainer.best_effort import BestEffort
 
 NAME = "status.json"
 
 
 class Status:
-    """Keeps the file up to date; rank 0's alone, on other ranks it writes nothing."""
+    """Keeps the file up to date; rank 0's alone, on other ranks it writes nothing.
 
-    def __init__(self, run_dir: Path | None) -> None:
-        """`run_dir` is None on ranks that write nothing."""
+    Args:
+        run_dir: the folder; None on ranks that write nothing.
+        say: puts a line on the user's screen, of a file that cannot be written.
+    """
+
+    def __init__(self, run_dir: Path | None, *, say: Callable[[str], None]) -> None:
         self._path = None if run_dir is None else run_dir / NAME
+        self._best_effort = BestEffort(say)
 
     def enter(self, phase: str, step: int) -> None:
         """From now on the run works on `step`, in this phase.
@@ -32,5 +40,7 @@ class Status:
         if self._path is None:
             return
         new = self._path.with_suffix(".new")
-        new.write_text(json.dumps({"step": step, "phase": phase, "since": time.time()}) + "\n")
-        new.replace(self._path)
+        text = json.dumps({"step": step, "phase": phase, "since": time.time()}) + "\n"
+        with self._best_effort.writing(NAME):
+            new.write_text(text)
+            new.replace(self._path)

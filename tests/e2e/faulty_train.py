@@ -9,14 +9,17 @@ number (from 0, counted over the process's life, so that a repeated step meets i
 - "memory": PyTorch finds no memory;
 - "error": an exception;
 - "stop": SIGSTOP: the process answers nobody any more;
+- "disk full": all that is left of the disk of RUN_DIR, which must be a mount of its own, is taken;
+- "disk freed": it is given back;
 - "slow score": thirty seconds pass in the scoring of the step of that number (role "scorer").
 
 Faults may have {"life": n}: only after n restarts by torchrun. What each update did to this rank's
-weights is noted in RUN_DIR/updates_RANK.jsonl.
+weights is noted in RUN_DIR/updates_RANK.jsonl, unless the disk gets full.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -28,6 +31,8 @@ from pathlib import Path
 
 from megappo.train import main
 
+BALLAST = "ballast"
+
 
 def install(faults: list[dict[str, object]], rank: int, run_dir: Path) -> None:
     """Puts roles that fail as planned in the place where the trainer takes its own from."""
@@ -38,6 +43,7 @@ def install(faults: list[dict[str, object]], rank: int, run_dir: Path) -> None:
     life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     counts = {"actor": 0, "critic": 0, "scorer": 1}
     faults = [fault for fault in faults if fault.get("life", 0) == life]
+    fills_disk = any(fault["kind"] == "disk full" for fault in faults)
 
     def planned(role: str, update: int) -> str | None:
         for fault in faults:
@@ -52,6 +58,10 @@ def install(faults: list[dict[str, object]], rank: int, run_dir: Path) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. (planted)")
         if kind == "error":
             raise RuntimeError("a planted error")
+        if kind == "disk full" and not (run_dir / BALLAST).exists():
+            fill(run_dir)
+        if kind == "disk freed":
+            (run_dir / BALLAST).unlink(missing_ok=True)  # there are several passes an update
         if kind == "stop":
             time.sleep(2)  # the watchdog's thread has told the phase by then
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -80,8 +90,9 @@ def install(faults: list[dict[str, object]], rank: int, run_dir: Path) -> None:
                     "steps": self.trainable.scheduler.num_steps,
                     "passes": len(mini.micro_batches),
                 }
-                with (run_dir / f"updates_{rank}.jsonl").open("a") as file:
-                    file.write(json.dumps(note) + "\n")
+                if not fills_disk:
+                    with (run_dir / f"updates_{rank}.jsonl").open("a") as file:
+                        file.write(json.dumps(note) + "\n")
                 return norm
 
             def _loss(self, *args):
@@ -108,6 +119,16 @@ def install(faults: list[dict[str, object]], rank: int, run_dir: Path) -> None:
     build.BatchScorer = SlowScorer
     build.Actor = faulty(build.Actor, "actor")
     build.Critic = faulty(build.Critic, "critic")
+
+
+def fill(folder: Path) -> None:
+    """Takes the whole disk that is mounted there, to the last byte."""
+    assert folder.is_mount(), f"{folder} is no disk of its own"
+    with (folder / BALLAST).open("wb", buffering=0) as file:
+        for size in (2**16, 1):
+            with contextlib.suppress(OSError):  # no space is left
+                while True:
+                    file.write(bytes(size))
 
 
 if __name__ == "__main__":

@@ -303,6 +303,61 @@ def test_a_second_signal_ends_a_run_at_once(root):
     assert [row["step"] for row in metrics(run_dir)] == [1]
 
 
+@pytest.fixture
+def disk(tmp_path):
+    """16 MiB of their own to write a run to: a checkpoint has less than one."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(tmp_path)]
+    result = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if result.returncode:
+        pytest.skip(f"no disk can be mounted here: {result.stderr.strip()}")
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def on_disk(disk: Path, root: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """Four steps, each saved; there is no room from the first update of step 2 to that of 4."""
+    faults = [
+        {"kind": "disk full", "role": "actor", "rank": 0, "update": 2},
+        {"kind": "disk freed", "role": "actor", "rank": 0, "update": 6},
+    ]
+    return faulty(
+        root, str(disk), faults, "trainer.save_freq=1", "trainer.total_steps=4",
+        "trainer.rollouts_per_step=2", "checkpoint.keep=4", "checkpoint.async_save=false",
+        "checkpoint.export_hf=false", *overrides,
+    )  # fmt: skip
+
+
+def checkpoints(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").glob("step_*"))
+
+
+def test_a_run_whose_disk_is_full_goes_on_and_saves_again_when_there_is_room(root, disk):
+    result = on_disk(disk, root)
+    assert result.returncode == 0, result.stdout
+    screen = result.stdout.splitlines()
+    failed = [line for line in screen if "it is tried again" in line]
+    assert len(failed) == 2
+    for step, line in zip((2, 3), failed, strict=True):
+        assert line.startswith(f"warning    the checkpoint of step {step} failed on rank 0: ")
+        assert "; the last checkpoint is " in line
+        assert "step_000001; it is tried again" in line
+    for name in ("status.json", "rollouts/"):
+        told = [line for line in screen if line.startswith(f"warning    {name} cannot be written")]
+        assert len(told) == 1, name
+    assert checkpoints(disk) == ["step_000001", "step_000004"]
+    assert (disk / "checkpoints" / "latest").read_text() == "step_000004\n"
+    assert json.loads((disk / "status.json").read_text())["phase"] == "done"
+
+
+def test_a_full_disk_ends_a_run_that_is_to_stop_and_its_last_checkpoint_stays(root, disk):
+    result = on_disk(disk, root, "checkpoint.on_failure=stop")
+    assert "exitcode  : 1" in result.stdout
+    assert "failed: the checkpoint of step 2 failed on rank 0: " in result.stdout
+    assert "step_000001" in result.stdout.partition("; the last checkpoint is ")[2].split()[0]
+    assert checkpoints(disk) == ["step_000001"]
+    assert (disk / "checkpoints" / "latest").read_text() == "step_000001\n"
+
+
 def wait_for(path: Path, text: str, process: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + TIME_LIMIT_S
     while not (path.exists() and text in path.read_text()):

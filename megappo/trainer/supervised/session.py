@@ -130,7 +130,7 @@ class SupervisedSession:
         self._say(f"ready      model up in {time.perf_counter() - started:.0f} s")
         records = None
         if context.is_main:
-            records = Records(run_dir, rollouts_per_step=0, tokens_per_sample=0)
+            records = Records(run_dir, rollouts_per_step=0, tokens_per_sample=0, say=self._say)
         profiler = make_profiler(config.trainer, context, say=self._say, records=records)
         run = SupervisedRun(
             config=config,
@@ -145,7 +145,8 @@ class SupervisedSession:
             say=self._say,
             restarts=self._process.launch.restarts,
         )
-        self._let_watch(trainer, Status(run_dir if context.is_main else None), profiler)
+        status = Status(run_dir if context.is_main else None, say=self._say)
+        self._let_watch(trainer, status, profiler)
         try:
             run.fit(found.checkpoint)
         finally:

@@ -40,8 +40,12 @@ def test_a_space_before_a_word_is_kept():
     assert token_texts([0, 1, 2, 1], tokenizer) == ["two", " words", "!", " words"]
 
 
-def test_samples_have_tokens_and_log_probs_up_to_the_limit(tmp_path, tokenizer):
-    ids = tuple(tokenizer.encode("one two"))
+def make_records(folder, *, rollouts=1, tokens=0, say=lambda text: None) -> Records:
+    return Records(folder, rollouts_per_step=rollouts, tokens_per_sample=tokens, say=say)
+
+
+def make_batch(ids, *, size):
+    """The same answer `size` times; the reward of the second one failed where there is one."""
     prompt = Prompt(row=7, token_ids=(1, 2), data_source="s", ground_truth="t", extra_info={})
     answer = Completion(
         token_ids=ids,
@@ -49,16 +53,60 @@ def test_samples_have_tokens_and_log_probs_up_to_the_limit(tmp_path, tokenizer):
         finish_reason="stop",
         text="one two",
     )
-    batch = collate([prompt] * 3, [answer] * 3).with_scores(
-        torch.ones(3), torch.tensor([False, True, False])
+    return collate([prompt] * size, [answer] * size).with_scores(
+        torch.ones(size), torch.tensor([i == 1 for i in range(size)])
     )
-    Records(tmp_path, rollouts_per_step=2, tokens_per_sample=3).write_rollouts(5, batch, tokenizer)
+
+
+def test_samples_have_tokens_and_log_probs_up_to_the_limit(tmp_path, tokenizer):
+    ids = tuple(tokenizer.encode("one two"))
+    batch = make_batch(ids, size=3)
+    make_records(tmp_path, rollouts=2, tokens=3).write_rollouts(5, batch, tokenizer)
     lines = (tmp_path / "rollouts" / "step_000005.jsonl").read_text().splitlines()
     assert [json.loads(line)["score"] for line in lines] == [1.0, None]
     sample = json.loads(lines[0])
     assert (sample["tokens"], sample["log_probs"]) == (["o", "n", "e"], [0.0, -0.1235, -0.2469])
     assert sample["response"] == "one two"
-    Records(tmp_path, rollouts_per_step=1, tokens_per_sample=0).write_rollouts(6, batch, tokenizer)
+    make_records(tmp_path, rollouts=1, tokens=0).write_rollouts(6, batch, tokenizer)
     assert "tokens" not in (tmp_path / "rollouts" / "step_000006.jsonl").read_text().replace(
         "response_tokens", ""
     )
+
+
+FULL = (
+    "warning    {} cannot be written: [Errno 28] No space left on device; the run goes on without"
+)
+
+
+def test_a_full_disk_is_told_once_and_again_after_it_had_room(tmp_path, tokenizer):
+    told: list[str] = []
+    records = make_records(tmp_path, say=told.append)
+    batch = make_batch(tuple(tokenizer.encode("one")), size=1)
+    samples, events = tmp_path / "rollouts", tmp_path / "events.jsonl"
+    for step in (1, 2):
+        (samples / f"step_00000{step}.jsonl").symlink_to("/dev/full")
+        records.write_rollouts(step, batch, tokenizer)
+    events.symlink_to("/dev/full")
+    for step in (1, 2):
+        records.event("saved", step)
+    assert told == [FULL.format("rollouts/"), FULL.format("events.jsonl")]
+    events.unlink()
+    records.event("saved", 3)
+    assert [json.loads(line)["step"] for line in events.read_text().splitlines()] == [3]
+    events.unlink()
+    events.symlink_to("/dev/full")
+    records.event("saved", 4)
+    assert told[2:] == [FULL.format("events.jsonl")]
+
+
+def test_an_event_that_was_cut_off_does_not_swallow_the_next_one(tmp_path):
+    records = make_records(tmp_path)
+    events = tmp_path / "events.jsonl"
+    records.event("saved", 1)
+    with events.open("a") as file:
+        file.write('{"time": 1.0, "kind"')
+    records.event("saved", 2)
+    records.event("saved", 3)
+    lines = events.read_text().splitlines()
+    assert lines[1] == '{"time": 1.0, "kind"'
+    assert [json.loads(line)["step"] for line in (lines[0], *lines[2:])] == [1, 2, 3]
