@@ -92,13 +92,18 @@ class MlflowLogger:
 
 
 def _choose_switches() -> None:
-    """MLflow reads these once, as it is imported; what a user has set stays.
+    """MLflow reads these as it is imported or asks its server; what a user has set stays.
 
     Its file store is in maintenance mode and asks to be allowed. Its telemetry would reach for the
-    network from a run that was told to write a folder.
+    network from a run that was told to write a folder. All ranks wait while rank 0 logs: with
+    MLflow's own limits (120 s, 7 retries) a server that is silent would hold them for 20 minutes,
+    and one that sends `Retry-After` for as long as it likes. With these it is about 35 s, once.
     """
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+    os.environ.setdefault("MLFLOW_HTTP_RESPECT_RETRY_AFTER_HEADER", "false")
 
 
 def _name(text: str) -> str:

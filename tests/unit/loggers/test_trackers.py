@@ -2,12 +2,17 @@
 
 import io
 import os
+import socket
 import struct
+import threading
+from contextlib import contextmanager
 
 import pytest
+import urllib3
 from mlflow import MlflowClient
 from wandb.proto.wandb_internal_pb2 import Record
 
+from megappo.config.guard import WatchdogSection
 from megappo.config.tracking import LOGGER_PACKAGES, TrackingSection, check_loggers
 from megappo.loggers import LOGGERS, LoggerSettings
 from megappo.loggers.contained import ContainedLogger
@@ -151,6 +156,81 @@ def test_a_logger_that_cannot_start_is_told_once(tmp_path):
     logger.close()
     assert len(told) == 1
     assert "the logger 'mlflow' failed" in told[0]
+
+
+@contextmanager
+def server(answer=b""):
+    """Takes requests, counts them, and says this to each; nothing, and nobody is hung up on."""
+    listener, taken = socket.create_server(("127.0.0.1", 0)), []
+
+    def serve():
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:  # closed
+                return
+            taken.append(connection)
+            if answer:
+                connection.recv(2**16)
+                connection.sendall(answer)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", taken
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+        for connection in [listener, *taken]:
+            connection.close()
+
+
+def told_of_mlflow(run_dir, uri):
+    """What a run hears of a logger with this server: of its start, a step and its end."""
+    told = []
+    logger = ContainedLogger(
+        "mlflow",
+        lambda: LOGGERS["mlflow"](settings(run_dir, mlflow_uri=uri)),
+        report=lambda step, text: told.append(text),
+        first_step=0,
+    )
+    logger.log(1, {"x": 1.0})
+    logger.close()
+    return told
+
+
+@pytest.fixture
+def no_limits_set(monkeypatch):
+    for name in ("REQUEST_TIMEOUT", "REQUEST_MAX_RETRIES", "RESPECT_RETRY_AFTER_HEADER"):
+        monkeypatch.delenv(f"MLFLOW_HTTP_{name}", raising=False)
+
+
+def test_an_mlflow_server_that_is_silent_is_told_once(tmp_path, monkeypatch, no_limits_set):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with server() as (uri, taken):
+        (text,) = told_of_mlflow(tmp_path, uri)
+    assert len(taken) == 1
+    assert "the logger 'mlflow' failed and is off until the run starts again" in text
+    assert "timed out" in text
+
+
+def test_a_busy_mlflow_server_cannot_hold_the_ranks(tmp_path, monkeypatch, no_limits_set):
+    slept_s = []
+    monkeypatch.setattr(urllib3.util.retry.time, "sleep", slept_s.append)
+    busy = b"HTTP/1.1 503 Busy\r\nRetry-After: 3600\r\nConnection: close\r\n\r\n"
+    with server(busy) as (uri, taken):
+        (text,) = told_of_mlflow(tmp_path, uri)
+    assert len(taken) == 3
+    assert sum(slept_s) < 30
+    assert "the logger 'mlflow' failed" in text
+
+
+def test_a_silent_mlflow_server_is_given_up_long_before_the_watchdog_acts(tmp_path, no_limits_set):
+    write(tmp_path, "mlflow", []).close()
+    timeout_s = int(os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"])
+    retries = int(os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"])
+    assert (1 + retries) * timeout_s < WatchdogSection().timeout_s / 10
 
 
 def test_the_config_knows_the_loggers_that_there_are():
