@@ -13,6 +13,7 @@ Left out: numbers of nodes that change during a run; a run is as wide as it was 
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,9 @@ VARIABLES = {
 }
 _DEFAULT_WAIT_S = 60.0
 """Where this node's config cannot be read, which the others shall know."""
+_RENDEZVOUS_SPARE_S = 60
+"""What nodes have beyond `node_wait_s` to come to the rendezvous: they import torch after the meeting,
+and in a restart come when their ranks are stopped, for which torchrun takes up to 30 s."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +153,8 @@ def _prepare(place: Place, arguments: Sequence[str]) -> list[str]:
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={host}:{place.port}",
         f"--rdzv-id={run_id}",
-        f"--rdzv-conf=is_host={'true' if place.node == 0 else 'false'}",
+        f"--rdzv-conf=is_host={'true' if place.node == 0 else 'false'},"
+        f"join_timeout={math.ceil(wait_s) + _RENDEZVOUS_SPARE_S}",
         f"--local-addr={own}",
     ]
 

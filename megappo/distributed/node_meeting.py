@@ -15,6 +15,7 @@ import json
 import secrets
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from megappo.distributed.node_facts import NodeFacts, find_problem
@@ -69,6 +70,7 @@ class _Host:
     def __init__(self, facts: NodeFacts, num_nodes: int) -> None:
         self._nodes = {0: facts}
         self._num_nodes = num_nodes
+        self._left: dict[int, NodeFacts] = {}
         self._twice = ""
         self._complete = asyncio.Event()
         self._given = asyncio.Event()
@@ -112,28 +114,48 @@ class _Host:
         assert task is not None
         self._answers.add(task)
         try:
-            if self._note(await reader.readline()):
-                await self._given.wait()
-                writer.write((json.dumps(asdict(self._verdict)) + "\n").encode())
-                await writer.drain()
+            facts = self._note(await reader.readline())
+            if facts is None:
+                return
+            if await self._leaves(reader):
+                self._forget(facts)
+                return
+            writer.write((json.dumps(asdict(self._verdict)) + "\n").encode())
+            await writer.drain()
         except (ConnectionError, ValueError):
             pass  # a line that is too long, or a peer that left: no node of ours
         finally:
             self._answers.discard(task)
             writer.close()
 
-    def _note(self, line: bytes) -> bool:
-        """Takes a node's line; False if it is none."""
+    async def _leaves(self, reader: asyncio.StreamReader) -> bool:
+        """Waits for the verdict; True if the node's connection ends before that."""
+        given = asyncio.ensure_future(self._given.wait())
+        end = asyncio.ensure_future(_wait_for_end(reader))
+        await asyncio.wait([given, end], return_when=asyncio.FIRST_COMPLETED)
+        given.cancel()
+        end.cancel()
+        return not self._given.is_set()
+
+    def _forget(self, facts: NodeFacts) -> None:
+        """A node that ended can be started again under its number, and is missing until then."""
+        if self._nodes.get(facts.node) is facts:
+            self._left[facts.node] = self._nodes.pop(facts.node)
+            if not self._twice:
+                self._complete.clear()
+
+    def _note(self, line: bytes) -> NodeFacts | None:
+        """Takes a node's line; None if it is none."""
         greeting, _, text = line.decode(errors="replace").partition(" : ")
         if greeting != _GREETING:
-            return False
+            return None
         facts = NodeFacts.from_json(text)
         seen = self._nodes.setdefault(facts.node, facts)
         if seen is not facts:
             self._twice = f"NODE_RANK {facts.node} is given twice: {seen.name} and {facts.name}"
         if self._twice or len(self._nodes) >= self._num_nodes:
             self._complete.set()
-        return True
+        return facts
 
     def _judge(self, wait_s: float) -> Verdict:
         nodes = [self._nodes[number] for number in sorted(self._nodes)]
@@ -143,14 +165,25 @@ class _Host:
         missing = sorted(set(range(self._num_nodes)) - set(self._nodes))
         if missing:
             named = ", ".join(map(str, missing[:20])) + (" ..." if len(missing) > 20 else "")
+            left = [self._left[number] for number in missing if number in self._left]
+            ended = f"; {_names(left)} came and ended" if left else ""
             return Verdict(
                 problem=f"{len(missing)} of {self._num_nodes} nodes did not come within "
                 f"{wait_s:g} s (trainer.node_wait_s), with NODE_RANK {named}; there were "
-                f"{', '.join(n.name for n in nodes[:8])}{' ...' if len(nodes) > 8 else ''}: look "
-                "at the output of the missing ones",
+                f"{_names(nodes)}{ended}: look at the output of the missing ones",
                 nodes_missing=True,
             )
         return Verdict(run_id=secrets.token_hex(8))
+
+
+async def _wait_for_end(reader: asyncio.StreamReader) -> None:
+    """Of a node's connection; it says nothing after its line."""
+    with contextlib.suppress(ConnectionError):
+        await reader.read(1)
+
+
+def _names(nodes: Sequence[NodeFacts]) -> str:
+    return ", ".join(node.name for node in nodes[:8]) + (" ..." if len(nodes) > 8 else "")
 
 
 def _ask(facts: NodeFacts, ip: str, port: int, wait_s: float) -> Verdict:
@@ -160,13 +193,19 @@ def _ask(facts: NodeFacts, ip: str, port: int, wait_s: float) -> Verdict:
         connection.settimeout(wait_s + _SPARE_S)
         try:
             connection.sendall(line)
-            answer = connection.makefile("r").readline()
-            return Verdict(**json.loads(answer))
+            if answer := connection.makefile("r").readline():
+                return Verdict(**json.loads(answer))
+        except ConnectionError:
+            pass  # it ended before it had read all
         except (OSError, ValueError, TypeError) as error:
             raise UserError(
                 f"what listens on {ip}:{port} is not node 0 of this run, or it ended: no verdict "
                 f"came from it ({error}); is MASTER_PORT used by something else there?"
             ) from error
+    raise NodesMissingError(
+        f"node 0, or what else listens on {ip}:{port}, ended before its verdict: look at its "
+        "output; is MASTER_PORT used by something else there?"
+    )
 
 
 def _connect(facts: NodeFacts, ip: str, port: int, wait_s: float) -> socket.socket:

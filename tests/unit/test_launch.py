@@ -2,14 +2,16 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from unittest.mock import patch
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from megappo.launch import _code_after_signal, _was_killed
+from megappo.launch import _code_after_signal, _was_killed, run_program
 
 
 def failure(exitcode: int, *, second: int) -> ProcessFailure:
@@ -93,3 +95,16 @@ def test_the_ranks_own_codes_reach_the_caller_of_a_signalled_launcher(tmp_path):
             time.sleep(0.1)
         launcher.send_signal(signal.SIGUSR1)
     assert [launcher.wait(timeout=60) for launcher in started.values()] == [75, 1]
+
+
+def test_a_node_that_does_not_come_to_the_rendezvous_ends_it_with_a_message(capfd):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    options = [
+        "--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=x",
+        "--rdzv-conf=is_host=true,join_timeout=1",
+    ]  # fmt: skip
+    with patch.dict(os.environ):
+        assert run_program(options, ["none.py"]) == 1
+    assert "failed: the nodes do not come together (again)" in capfd.readouterr().err

@@ -121,3 +121,18 @@ def test_a_node_tells_the_config_of_any_task(task, tmp_path):
     assert wait_s == 7
     told = {key: facts.settings[key] for key in ("task", "data.max_length", "trainer.seed")}
     assert told == {"task": f'"{task}"', "data.max_length": "96", "trainer.seed": "5"}
+
+
+def test_nodes_wait_in_the_rendezvous_little_longer_than_in_the_meeting(tmp_path, monkeypatch):
+    monkeypatch.delenv("SLURM_STEP_NUM_NODES", raising=False)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    place = node.Place(
+        num_nodes=1, node=0, address="127.0.0.1", port=port, ranks=1, max_restarts=0
+    )
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "model: {path: m}\ndata: {train_files: [t], val_files: [t]}\ntrainer: {node_wait_s: 7.5}\n"
+    )
+    assert "--rdzv-conf=is_host=true,join_timeout=68" in node._prepare(place, [str(config)])

@@ -68,6 +68,60 @@ def test_a_missing_node_is_named_to_those_that_came(port):
     assert str(found[0]) == str(found[1])
 
 
+def connect(port):
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return socket.create_connection((HERE, port), timeout=60)
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def come_and_end(facts, port):
+    """A node's process that ends in the meeting; back when node 0 knows."""
+    with connect(port) as connection:
+        connection.sendall(f"megappo nodes 1 : {facts.to_json()}\n".encode())
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(100) == b""
+
+
+def test_a_node_that_ends_in_the_meeting_can_come_again(port):
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(lambda: gather([node(0)], port, num_nodes=3, wait_s=60)[0])
+        come_and_end(node(1), port)
+        others = gather([node(1, host="again"), node(2)], port, num_nodes=3)
+        assert isinstance(first.result(), str)
+        assert {first.result()} == set(others)
+
+
+def test_a_node_that_ended_in_the_meeting_is_named_and_not_counted(port):
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(lambda: gather([node(0)], port, num_nodes=3, wait_s=1)[0])
+        come_and_end(node(1), port)
+        (third,) = gather([node(2)], port, num_nodes=3)
+        error = first.result()
+    assert isinstance(error, NodesMissingError)
+    assert "1 of 3 nodes did not come within 1 s" in str(error)
+    assert "node 2 (h2, 127.0.0.1); node 1 (h1, 127.0.0.1) came and ended: look" in str(error)
+    assert str(third) == str(error)
+
+
+@pytest.mark.parametrize("has_read", [True, False])
+def test_when_node_0_ends_before_its_verdict_the_others_say_so(port, has_read):
+    def end(listener):
+        connection, _ = listener.accept()
+        with connection:
+            if has_read:
+                connection.makefile("r").readline()
+
+    with socket.create_server((HERE, port)) as listener, ThreadPoolExecutor(1) as pool:
+        pool.submit(end, listener)
+        (error,) = gather([node(1)], port, num_nodes=2, wait_s=60)
+    assert isinstance(error, NodesMissingError)
+    assert f"listens on 127.0.0.1:{port}, ended before its verdict" in str(error)
+
+
 def test_without_node_0_the_others_say_where_they_looked(port):
     (error,) = gather([node(1)], port, num_nodes=2, wait_s=0.5)
     assert isinstance(error, NodesMissingError)
