@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megappo.distributed.early_signals import resumable_before_ranks
 from megappo.distributed.launcher_death import LAUNCHER_PID
 from megappo.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_USAGE
 
@@ -49,7 +50,8 @@ def main(arguments: Sequence[str], *, fixed: Sequence[str] = ()) -> int:
     if not after:
         sys.stderr.write(USAGE + "\n")
         return EXIT_USAGE
-    return start_ranks(before, [*after, *fixed])
+    with resumable_before_ranks(SIGNALS.split(",")):
+        return start_ranks(before, [*after, *fixed])
 
 
 def start_ranks(options: Sequence[str], arguments: Sequence[str]) -> int:

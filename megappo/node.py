@@ -21,12 +21,13 @@ from dataclasses import dataclass
 
 from megappo.checkpoint.compare import flatten
 from megappo.config import load_any
+from megappo.distributed.early_signals import resumable_before_ranks
 from megappo.distributed.environment import check_slurm_nodes, read_slurm_nodes
 from megappo.distributed.node_facts import NodeFacts, gather_facts, settings_digest
 from megappo.distributed.node_meeting import meet
 from megappo.distributed.node_network import interface_towards, is_loopback, own_addresses, resolve
 from megappo.errors import EXIT_FAILED, EXIT_USAGE, NodesMissingError, UserError
-from megappo.launch import start_ranks
+from megappo.launch import SIGNALS, start_ranks
 
 USAGE = "usage: bash launch/node.sh CONFIG.yaml [section.key=value ...]   (docs/launch.md)"
 
@@ -40,8 +41,8 @@ VARIABLES = {
 _DEFAULT_WAIT_S = 60.0
 """Where this node's config cannot be read, which the others shall know."""
 _RENDEZVOUS_SPARE_S = 60
-"""What nodes have beyond `node_wait_s` to come to the rendezvous: they import torch after the meeting,
-and in a restart come when their ranks are stopped, for which torchrun takes up to 30 s."""
+"""What nodes have beyond `node_wait_s` to come to the rendezvous: before it they import torch, in a
+restart they first stop their ranks, for which torchrun takes up to 30 s."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +111,11 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments:
         sys.stderr.write(USAGE + "\n")
         return EXIT_USAGE
+    with resumable_before_ranks(SIGNALS.split(",")):
+        return _meet_and_run(arguments)
+
+
+def _meet_and_run(arguments: Sequence[str]) -> int:
     try:
         options = _prepare(Place.read(os.environ), arguments)
     except UserError as error:

@@ -128,9 +128,7 @@ def test_nodes_wait_in_the_rendezvous_little_longer_than_in_the_meeting(tmp_path
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    place = node.Place(
-        num_nodes=1, node=0, address="127.0.0.1", port=port, ranks=1, max_restarts=0
-    )
+    place = node.Place(num_nodes=1, node=0, address="127.0.0.1", port=port, ranks=1, max_restarts=0)
     config = tmp_path / "run.yaml"
     config.write_text(
         "model: {path: m}\ndata: {train_files: [t], val_files: [t]}\ntrainer: {node_wait_s: 7.5}\n"
