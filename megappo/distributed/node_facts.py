@@ -6,19 +6,37 @@ has nodes. One old copy trains wrongly or hangs in a collective; here it is name
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import platform
+import runpy
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "megatron-core", "sglang", "transformers")
-"""Whose versions decide what a rank computes and sends."""
+PACKAGES = (
+    "torch",
+    "megatron-core",
+    "transformer-engine",
+    "apex",
+    "sglang",
+    "sglang-kernel",
+    "sgl-kernel",
+    "flashinfer-python",
+    "flash-attn",
+    "triton",
+    "transformers",
+)
+"""Whose versions decide what a rank computes and sends: programs, and the kernels under them."""
+_NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+_NCCL_LIBRARY = "libnccl.so.2"
+_ABSENT = "not installed"
 _MAX_LINES = 12
 _MAX_NAMED = 8
 
@@ -83,6 +101,8 @@ def gather_facts(
         "ranks a node": str(local_world_size),
         "python": platform.python_version(),
         **{name: _version(name) for name in PACKAGES},
+        "CUDA of torch": _cuda_of_torch(),
+        "NCCL": _nccl(),
         "megappo": f"{_version('megappo')}, source {source_digest()}",
         **{name: json.dumps(value) for name, value in config.items()},
     }
@@ -147,8 +167,42 @@ def _difference(key: str, nodes: Sequence[NodeFacts]) -> str:
     return f"  {key}: {'; '.join(told)}; {of_rest} {usual}"
 
 
+def _cuda_of_torch() -> str:
+    """As torch was built for; read from its file, since its import takes seconds."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return _ABSENT
+    values = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    return values.get("cuda") or "none: a CPU build"
+
+
+def _nccl() -> str:
+    """The package's version that torch loads; without one, the library's of the machine."""
+    packages = [f"{name} {version}" for name in _NCCL_PACKAGES if (version := _found(name))]
+    if packages:
+        return ", ".join(packages)
+    try:
+        library = ctypes.CDLL(_NCCL_LIBRARY)
+    except OSError:
+        return _ABSENT
+    code = ctypes.c_int()
+    if library.ncclGetVersion(ctypes.byref(code)) != 0:
+        return "of unknown version"
+    return spell_nccl(code.value)
+
+
+def spell_nccl(code: int) -> str:
+    """NCCL's own number, which is MMmmpp since 2.9: 22907 is 2.29.7."""
+    return f"{code // 10000}.{code // 100 % 100}.{code % 100}"
+
+
 def _version(package: str) -> str:
+    return _found(package) or _ABSENT
+
+
+def _found(package: str) -> str:
+    """Installed version; empty if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return "not installed"
+        return ""

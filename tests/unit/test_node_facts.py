@@ -1,8 +1,17 @@
 """Nodes that are not alike: which one is named, and with what."""
 
-import pytest
+from importlib import metadata
 
-from megappo.distributed.node_facts import NodeFacts, find_problem, gather_facts, settings_digest
+import pytest
+import torch
+
+from megappo.distributed.node_facts import (
+    NodeFacts,
+    find_problem,
+    gather_facts,
+    settings_digest,
+    spell_nccl,
+)
 
 
 def node(number, problem="", **settings):
@@ -63,8 +72,37 @@ def test_facts_of_this_machine_survive_the_way_and_name_every_package():
     assert settings_digest(again) == settings_digest(facts)
     assert facts.settings["a.b"] == "1"
     assert facts.settings["ranks a node"] == "8"
-    assert "not installed" not in " ".join(facts.settings.values())
-    assert {"torch", "megatron-core", "sglang", "transformers", "megappo"} < facts.settings.keys()
+    always = ("torch", "megatron-core", "sglang", "transformers", "megappo", "CUDA of torch")
+    assert "not installed" not in " ".join(facts.settings[name] for name in always)
+    assert facts.settings["CUDA of torch"] == (torch.version.cuda or "none: a CPU build")
+
+
+def test_kernels_that_one_node_lacks_are_a_difference(monkeypatch):
+    """With them the same layer computes other numbers, or a collective waits."""
+    kernels = (
+        "transformer-engine", "apex", "sglang-kernel", "sgl-kernel", "flashinfer-python",
+        "flash-attn", "nvidia-nccl-cu13",
+    )  # fmt: skip
+
+    def facts(number, installed):
+        def version(name):
+            if name in installed:
+                return "2.11.0"
+            raise metadata.PackageNotFoundError(name)
+
+        monkeypatch.setattr(metadata, "version", version)
+        return gather_facts({}, node=number, address="a", num_nodes=2, local_world_size=1)
+
+    for name in kernels:
+        found = find_problem([facts(0, [name]), facts(1, [])])
+        assert "has 2.11.0" in found or f"has {name} 2.11.0" in found, found
+        assert "node 1" in found
+        assert "has not installed" in found
+
+
+def test_nccls_number_is_spelt_as_its_version():
+    assert spell_nccl(22907) == "2.29.7"
+    assert spell_nccl(21805) == "2.18.5"
 
 
 @pytest.mark.parametrize("text", ["", "GET / HTTP/1.1", "{}", '{"node": 1}', "[1]"])
