@@ -54,6 +54,28 @@ def test_the_image_is_pinned_and_ends_as_an_ordinary_user():
     for name, value in steps:
         if name == "RUN" and "pip install" in value:
             assert re.search(r"-r \S+\.txt|-e \.", value), f"unpinned: {value}"
+            for call in re.findall(r"pip install [^&]*", value):
+                assert re.search(r"--no-deps|-c \S+\.txt", call), f"dependencies float: {call}"
+
+
+def test_the_images_packages_and_what_they_need_are_pinned_but_for_its_own_torch(tmp_path):
+    """The filters of the Dockerfile itself, on the files that it copies."""
+    (step,) = [v for name, v in instructions() if name == "RUN" and "constraints.txt" in v]
+    filters = re.findall(r"(?:^|&&) *(grep [^&]*)", step)
+    assert len(filters) == 2
+    for command in filters:
+        command = command.replace("/tmp/", f"{tmp_path}/")
+        subprocess.run(["bash", "-c", command], cwd=ROOT, check=True)
+    packages = {line.split("==")[0] for line in lines_of(tmp_path / "packages.txt")}
+    constraints = {line.split("==")[0] for line in lines_of(tmp_path / "constraints.txt")}
+    for own in ("torch", "torchvision", "triton", "numpy"):
+        assert own not in packages | constraints
+    assert {"transformers", "megatron-core", "wandb", "mlflow-skinny"} <= packages
+    assert {"tokenizers", "pydantic", "databricks-sdk"} <= constraints
+
+
+def lines_of(path):
+    return [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
 
 
 def test_what_the_image_copies_is_there_and_not_ignored():
