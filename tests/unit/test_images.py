@@ -185,6 +185,16 @@ def test_the_task_is_a_script_and_its_config_is_there():
     check_shell(task["run"])
 
 
+def test_the_tasks_nodes_share_a_disk_and_its_container_is_not_the_ordinary_users():
+    task = yaml.safe_load((ROOT / "launch" / "skypilot.yaml").read_text())
+    (mount,) = task["volumes"]
+    assert task["envs"]["RUN_DIR"].startswith(f"{mount}/")
+    assert f"cd {mount} " in task["run"]  # where models/ and data/ of the config are
+    assert task["resources"]["infra"] == "k8s"  # has such volumes
+    assert task["resources"]["image_id"].endswith(":root")
+    assert "workdir" not in task  # the image's own copy runs, as its packages are
+
+
 def check_shell(script):
     result = subprocess.run(
         ["bash", "-n"], input=script, text=True, capture_output=True, check=False
