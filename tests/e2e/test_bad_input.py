@@ -165,9 +165,9 @@ def test_check_refuses_and_accepts_without_touching_anything(root):
 )
 def test_the_launcher_says_a_mistake_once_and_keeps_exit_code_2(root, mistake, expected):
     result = subprocess.run(
-        [sys.executable, "-m", "megappo.launch", "--nproc-per-node", "2", str(root / "run.yaml"),
+        ["bash", "launch/local.sh", "2", str(root / "run.yaml"),
          f"trainer.run_dir={root / 'other'}", mistake],
-        capture_output=True, text=True, timeout=300, check=False,
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert result.returncode == 2, result.stderr
     assert result.stderr.count(expected) == 1
