@@ -73,9 +73,10 @@ def metrics(run_dir: Path) -> list[dict[str, float]]:
 
 
 def test_scores_are_bit_equal_with_and_without_overlap(root):
-    with_it = run(root, "with", "reward.num_examine=1")
+    rloo = ("algorithm.adv_estimator=rloo", "actor.policy_loss=cispo")
+    with_it = run(root, "with", "reward.num_examine=1", *rloo)
     assert with_it.returncode == 0, with_it.stdout
-    without = run(root, "without", "reward.overlap=false")
+    without = run(root, "without", "reward.overlap=false", *rloo)
     assert without.returncode == 0, without.stdout
     assert metrics(root / "with") == metrics(root / "without")
     samples = [
@@ -97,6 +98,7 @@ def test_scores_are_bit_equal_with_and_without_overlap(root):
         rows[1]["reward/arithmetic/score"], rel=1e-6
     )
     assert rows[1]["reward/error_rate"] == rows[1]["reward/timeouts"] == 0
+    assert all(row["actor/grad_norm"] > 0 for row in rows[1:])
 
     assert with_it.stdout.count("data_source arithmetic, score ") == 2  # one a step
     assert "near is at work" in (root / "with/logs/rank_00001.log").read_text()
@@ -121,6 +123,7 @@ def test_a_sample_whose_reward_failed_is_not_the_best_of_a_reward_below_zero(roo
     ended = run(
         root, "picky", "reward.custom.name=picky", "reward.sources.arithmetic=custom",
         "reward.max_error_rate=1", "trainer.rollouts_per_step=-1",
+        "algorithm.adv_estimator=reinforce_pp", "actor.policy_loss=sapo",
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout
     first, *steps = metrics(root / "picky")
