@@ -1,8 +1,9 @@
 """Megatron's real FSDP on gloo ranks: updates, weight export, checkpoints, each against DDP.
 
 The program refuses FSDP on a CPU; here the refusal is told that the device is CUDA, and the one
-constant more is retargeted that Megatron's FSDP needs for it. Streams do nothing on a CPU, so what
-overlaps on a GPU runs in order.
+constant more is retargeted that Megatron's FSDP needs for it. Streams, which keep a buffer from
+being used again while it is gathered, do nothing on a CPU: what overlaps on a GPU runs in order
+here, gathers too, which gloo would do in threads of its own.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ def main() -> None:
     launch = parallel.LaunchEnvironment.read()
     degrees = parallel.Degrees.of(load(arguments.config, arguments.overrides).parallel)
     context = parallel.start(launch, degrees, device="cpu", seed=1, timeout_s=300)
+    gather_in_order()
     for dtype in arguments.dtypes:
         found = {}
         for kind in ("ddp", "fsdp"):
@@ -75,6 +77,21 @@ def pretend_cuda() -> None:
     cpu_backend._retarget_constant = lambda c: (
         "" if isinstance(c, str) and c == "cuda:" else retarget(c)
     )
+
+
+def gather_in_order() -> None:
+    """A gather that FSDP starts has ended before anything else begins."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
+
+    coalescing = param_and_grad_buffer._coalescing_manager
+
+    @contextmanager
+    def in_order(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        with coalescing(*args, **kwargs) as works:
+            yield works
+        works.wait()
+
+    param_and_grad_buffer._coalescing_manager = in_order
 
 
 class Run:
