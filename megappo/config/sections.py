@@ -308,8 +308,8 @@ class TrainerSection:
     max_wall_time_s: float = opt(
         0.0,
         "seconds after the start (of the launcher, if it has started its ranks again) at which the "
-        "run saves and exits with 75, as on a signal; leave room for an update and a save; 0: no "
-        "limit",
+        "run saves and exits with 75, as on a signal; leave room for an update, or a validation "
+        "that has begun, and a save; 0: no limit",
     )
 
     def __post_init__(self) -> None:

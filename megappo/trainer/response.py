@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megappo.checkpoint import layout
-from megappo.checkpoint.snapshot import Snapshot
+from megappo.checkpoint.snapshot import Snapshot, has_room
+from megappo.config import Config
 from megappo.config.guard import GuardRule
 from megappo.distributed.grad_sync import Trainable
 from megappo.distributed.offload import PARTS
 from megappo.distributed.parallel import all_gather_objects, all_ranks_or_none
 from megappo.errors import GuardStop, SaveError
-from megappo.trainer.guard import ABANDONING, Decision
+from megappo.trainer.guard import ABANDONING, Decision, StepAbandoned
+from megappo.trainer.out_of_memory import MemoryLost
 from megappo.trainer.ppo_trainer import PPOTrainer, StepPlan
 from megappo.trainer.saver import Saver
 
@@ -57,6 +59,41 @@ class Change:
     act: Callable[[], None]
 
 
+def make_responder(
+    config: Config,
+    trainer: PPOTrainer,
+    host: Host,
+    *,
+    saver: Saver,
+    local_world_size: int,
+) -> Responder:
+    """With a snapshot in memory, if one is wanted and fits. Collective over the world.
+
+    Args:
+        config: of the run.
+        trainer: whose guard it is.
+        host: the run around it.
+        saver: of the run's checkpoints.
+        local_world_size: ranks of this node.
+    """
+    models, wanted = trainer.trainables, config.guard.snapshot_every > 0
+    fits = wanted and has_room(models, trainer.context, local_world_size=local_world_size)
+    if wanted and not fits:
+        host.announce(
+            "warning",
+            trainer.step_number,
+            "no room in host memory for a snapshot of the training state (or parallel.fsdp): "
+            "a guard's roll_back goes back to the latest checkpoint",
+        )
+    return Responder(
+        trainer,
+        host,
+        saver=saver,
+        snapshot=Snapshot(models=models) if fits else None,
+        longest_sample=config.data.max_prompt_length + config.rollout.max_response_length,
+    )
+
+
 class Responder:
     """Acts for one run's guard.
 
@@ -84,6 +121,27 @@ class Responder:
         self._snapshot = snapshot
         self._longest_sample = longest_sample
         self._configured = trainer.plan
+
+    def answer_note(self, found: Mapping[str, Any]) -> bool:
+        """Makes passes smaller, as a note asks that a rank without memory left before a restart.
+
+        Collective over the world. Returns whether the rules want that.
+
+        Args:
+            found: of `OutOfMemoryNotes.take`.
+
+        Raises:
+            GuardStop: actions are used up; the state is saved.
+        """
+        decision = self._guard.out_of_memory(found["step"], found["text"])
+        if decision is None:
+            return False
+        changed = self._trainer.adjustments
+        changed.halvings = max(changed.halvings, found["halvings"])
+        changed.offloads_all |= found["offloads_all"]
+        self.apply_adjustments()
+        self.carry_out(decision)
+        return True
 
     def keep(self, step: int) -> None:
         """Copies the state if a copy is due. Collective: `Snapshot.take`."""
@@ -115,6 +173,21 @@ class Responder:
         if stop is not None:
             self._stop(stop, "")
         return False
+
+    def take_back(self, given_up: StepAbandoned | MemoryLost) -> None:
+        """From a step that was not finished to an earlier state. Collective over the world.
+
+        Raises:
+            MemoryLost: no rule answers it.
+            GuardStop: see `roll_back`.
+        """
+        if isinstance(given_up, StepAbandoned):
+            self.roll_back(given_up.decision)
+            return
+        decision = self._guard.out_of_memory(self._trainer.step_number + 1, str(given_up))
+        if decision is None:
+            raise given_up
+        self.free_memory(decision)
 
     def roll_back(self, decision: Decision, *, why: str = "", new_samples: bool = True) -> None:
         """Brings back the newest good state, and its weights to the engines.

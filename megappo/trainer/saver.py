@@ -52,6 +52,8 @@ class Saver:
     _blocked_s: float = field(default=0.0, init=False)
     _scores: dict[int, float] = field(default_factory=dict, init=False)
     """of validations by step, for states that are saved anew after the run went back to them"""
+    _unvalidated: dict[int, Mapping[str, float]] = field(default_factory=dict, init=False)
+    """of steps whose validation is still due"""
 
     def publish(self) -> None:
         """Publishes a save that all ranks have written, so that it counts from then on.
@@ -62,12 +64,13 @@ class Saver:
         with self._timed():
             self._poll(wait=False)
 
-    def after_step(self, step: int, *, val_score: float | None) -> None:
+    def after_step(self, step: int, *, val_score: float | None, must: bool = False) -> None:
         """Publishes a save that is written; begins the one that is due.
 
         Args:
             step: finished steps.
             val_score: of the validation after this step, if there was one.
+            must: begin one also where none is due.
 
         Raises:
             SaveError: it failed, and `checkpoint.on_failure` is stop.
@@ -76,7 +79,8 @@ class Saver:
         self.note_score(step, val_score)
         with self._timed():
             self._poll(wait=False)
-            if self._is_overdue or (self.save_freq > 0 and step % self.save_freq == 0):
+            is_due = self.save_freq > 0 and step % self.save_freq == 0
+            if must or self._is_overdue or is_due:
                 self._poll(wait=True)
                 self._begin(step)
 
@@ -87,6 +91,10 @@ class Saver:
         """
         if val_score is not None:
             self._scores[step] = val_score
+
+    def note_unvalidated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step is saved before the validation that is due; its checkpoint keeps the metrics."""
+        self._unvalidated[step] = dict(metrics)
 
     def save_now(self, step: int, *, val_score: float | None = None) -> None:
         """The state as it is, written when this returns; nothing to do if it is saved already.
@@ -120,6 +128,13 @@ class Saver:
         with self._timed():
             self._poll(wait=True)
 
+    def finish_earlier(self) -> None:
+        """The same, of a step when all was well: why the run ends matters more than a failure."""
+        try:
+            self.finish()
+        except SaveError as error:
+            self.say(f"warning    {error}")
+
     def resumed(self, step: int) -> None:
         """All ranks have loaded the state of this step, with which the run begins."""
         self.saved_step = step
@@ -143,7 +158,11 @@ class Saver:
         self._require_finite(step)
         in_line = not self.settings.async_save or self._memory_is_short(step)
         try:
-            state = {**self.state(), "val_score": self._scores.get(step)}
+            state = {
+                **self.state(),
+                "val_score": self._scores.get(step),
+                "unvalidated": self._unvalidated.get(step),
+            }
             self.store.begin(step, self.models, state)
         except SaveError as error:
             self._note_failure(step, error)

@@ -29,6 +29,7 @@ from megappo.trainer.run_state import checkpoint_state
 from megappo.trainer.saver import Saver
 from megappo.trainer.servers import check_servers
 from megappo.trainer.status import Status
+from megappo.trainer.teller import Teller
 
 ENGINES = {
     "sglang": "SGLang, one engine a rank",
@@ -123,14 +124,12 @@ class Session:
             trainer=trainer,
             evaluator=build_evaluator(config, found, context, trainer.collector.scorer),
             saver=self._make_saver(config, found, trainer, records),
-            loggers=loggers,
-            records=records,
+            teller=Teller(say=self._say, loggers=loggers, records=records),
             profiler=profiler,
             tokenizer=found.tokenizer,
             total_steps=found.total_steps,
             changes=found.changes,
             stop_requested=partial(self._process.stop_requested, config.trainer.max_wall_time_s),
-            say=self._say,
             local_world_size=self._process.launch.local_world_size,
             restarts=self._process.launch.restarts,
         )

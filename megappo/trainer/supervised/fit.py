@@ -1,7 +1,9 @@
 """The loop around steps on given answers: resume, validate, log, save, stop, export.
 
-Left out of what PPO's loop does: going back to an earlier state. A step here depends on nothing but
-weights and rows, so a run that went wrong is started again from a checkpoint with other settings.
+A run that is to stop does not validate first: the checkpoint keeps what is known of the step, and
+the resumed run ends it. Left out of what PPO's loop does: going back to an earlier state. A step
+here depends on nothing but weights and rows, so a run that went wrong is started again from a
+checkpoint with other settings.
 """
 
 from __future__ import annotations
@@ -15,17 +17,16 @@ from typing import Any, NoReturn
 from megappo.checkpoint.compare import flatten, model_identity
 from megappo.config import SupervisedConfig
 from megappo.config.guard import UPDATE_METRICS_OF
-from megappo.distributed.parallel import all_gather_objects, any_rank
 from megappo.distributed.rank_check import compare_ranks
 from megappo.errors import GuardStop, RanksDifferError, SaveError, StopRequested
-from megappo.loggers import Logger
 from megappo.models.hf_export import save_hf
 from megappo.trainer.export import exported_step, exporting
 from megappo.trainer.guard import Decision, StepAbandoned
 from megappo.trainer.profiler import StepProfiler
-from megappo.trainer.records import Records
 from megappo.trainer.saver import Saver
+from megappo.trainer.stopping import stop_agreed
 from megappo.trainer.supervised.trainer import SupervisedTrainer
+from megappo.trainer.teller import Teller
 
 
 def export_folder(config: SupervisedConfig) -> Path:
@@ -42,22 +43,20 @@ def is_finished(config: SupervisedConfig, *, resumed_step: int, total_steps: int
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedRun:
-    """A built trainer with what surrounds it. Loggers and records are rank 0's alone."""
+    """A built trainer with what surrounds it."""
 
     config: SupervisedConfig
     trainer: SupervisedTrainer
     saver: Saver
-    loggers: Sequence[Logger]
-    records: Records | None
+    teller: Teller
     profiler: StepProfiler
     total_steps: int
     changes: Sequence[str]
     """what differs from the run that wrote the checkpoint resumed from"""
     stop_requested: Callable[[], str]
     """Why this rank was asked to stop; empty if it was not."""
-    say: Callable[[str], None]
-    """Puts a line on the user's screen, from rank 0."""
     restarts: int
+    """by torchrun or Slurm, for the events"""
 
     def fit(self, checkpoint: Path | None) -> None:
         """Trains to the end. Collective over the world.
@@ -71,41 +70,60 @@ class SupervisedRun:
         try:
             self._fit(checkpoint)
         except (GuardStop, RanksDifferError):
-            try:  # of a step when all was well; why the run ends matters more
-                self.saver.finish()
-            except SaveError as error:
-                self.say(f"warning    {error}")
+            self.saver.finish_earlier()
             raise
 
     def close(self) -> None:
         """Ends the loggers; safe after an error."""
-        for logger in self.loggers:
-            logger.close()
+        self.teller.close()
 
     def _fit(self, checkpoint: Path | None) -> None:
         trainer, settings = self.trainer, self.config.trainer
-        if checkpoint is not None:
-            self._resume(checkpoint)
-        elif settings.val_before_train:
+        unvalidated = None if checkpoint is None else self._resume(checkpoint)
+        self.teller.tell_start(
+            trainer.step_number, checkpoint, changes=self.changes, restarts=self.restarts
+        )
+        if checkpoint is None and settings.val_before_train:
             self._log(0, trainer.validate())
+        if unvalidated is not None:
+            self._make_up(unvalidated)
         while trainer.step_number < self.total_steps:
             metrics = self._step()
             step = trainer.step_number
             is_last = step == self.total_steps
             why = self._stop_agreed()
             trainer.on_phase(step, "save")
-            if is_last or why:
-                self.saver.save_now(step, val_score=_val_score(metrics))
-            else:
-                self.saver.after_step(step, val_score=_val_score(metrics))
+            with self.teller.guard_stops(step):
+                if is_last or why:
+                    self.saver.save_now(step, val_score=_val_score(metrics))
+                else:
+                    self.saver.after_step(step, val_score=_val_score(metrics))
             if why and not is_last:
                 raise StopRequested(f"stopped by {why} after step {step}; state saved")
         if self.config.checkpoint.export_hf:
             self._export()
         trainer.on_phase(trainer.step_number, "done")
 
+    def _make_up(self, row: Mapping[str, float]) -> None:
+        """Ends the step that was saved before its validation, with the metrics `row` until then.
+
+        Collective over the world.
+        """
+        step = self.trainer.step_number
+        self.teller.forget(step)
+        self.saver.rewind(step)
+        metrics = self._end_step(dict(row))
+        self.trainer.on_phase(step, "save")
+        with self.teller.guard_stops(step):
+            self.saver.after_step(step, val_score=_val_score(metrics), must=True)
+
     def _step(self) -> Mapping[str, float]:
-        """One step and the validation that is due after it, logged. Collective over the world."""
+        """One step and the validation that is due after it, logged. Collective over the world.
+
+        Raises:
+            StopRequested: see `fit`; the step is done but for its validation.
+            SaveError: the state could not be saved then.
+        """
         trainer = self.trainer
         sampler = trainer.sampler.state_dict()
         try:
@@ -116,22 +134,43 @@ class SupervisedRun:
         except StepAbandoned as abandoned:
             trainer.sampler.load_state_dict(sampler)  # a resumed run draws this step's rows again
             self._stop(abandoned.decision)
-        step, every = trainer.step_number, self.config.trainer.test_freq
-        if every and (step % every == 0 or step == self.total_steps):
-            metrics |= trainer.validate()
+        return self._end_step(metrics)
+
+    def _end_step(self, metrics: dict[str, float]) -> Mapping[str, float]:
+        """Compares ranks, validates, logs and asks the guard, after a step's update.
+
+        Collective over the world. Returns the metrics.
+        """
+        trainer, step, every = self.trainer, self.trainer.step_number, self.config.trainer.test_freq
         metrics["guard/actions"] = float(trainer.guard.num_actions)
         problem = self._compare_ranks(step, metrics)
+        is_last = step == self.total_steps
+        if problem is None and every and (step % every == 0 or is_last):
+            # What the update asked for must be answered before the step is saved.
+            if not is_last and not trainer.guard.decided and (why := self._stop_agreed()):
+                self._stop_unvalidated(step, metrics, why)
+            metrics |= trainer.validate()
         self._log(step, metrics)
         if step == 1:
             of_updates = UPDATE_METRICS_OF[self.config.task]
             for text in trainer.guard.unknown_metrics(metrics, of_updates=of_updates):
-                self._announce("warning", step, text)
+                self.teller.announce("warning", step, text)
         if problem is not None:
-            self._event("ranks_differ", step, text=str(problem))
+            self.teller.event("ranks_differ", step, text=str(problem))
             raise problem
         for decision in trainer.guard.after_step(step, metrics):
             self._answer(decision)
         return metrics
+
+    def _stop_unvalidated(self, step: int, metrics: Mapping[str, float], why: str) -> NoReturn:
+        """Saves a step that the resumed run will validate and log. Collective over the world."""
+        self.saver.note_unvalidated(step, metrics)
+        self.trainer.on_phase(step, "save")
+        with self.teller.guard_stops(step):
+            self.saver.save_now(step)
+        raise StopRequested(
+            f"stopped by {why} after step {step}, before its validation; state saved"
+        )
 
     def _answer(self, decision: Decision) -> None:
         """Says what a rule found and did, and counts it.
@@ -147,7 +186,7 @@ class SupervisedRun:
             ):
                 self._stop(decision)
             guard.num_actions += 1
-        self._announce("guard", decision.step, text)
+        self.teller.announce("guard", decision.step, text)
 
     def _stop(self, decision: Decision) -> NoReturn:
         step = self.trainer.step_number
@@ -156,19 +195,15 @@ class SupervisedRun:
             try:
                 self.saver.save_now(step)
                 saved = "state saved"
-            except SaveError as error:  # on all ranks; the reason to stop must not be lost
+            except (SaveError, GuardStop) as error:  # on all ranks; why must not be lost
                 saved = f"state not saved: {error}"
         text = f"{decision.reason}; stopped after step {step}, {saved}"
-        self._announce("guard", decision.step, text)
+        self.teller.announce("guard", decision.step, text)
         raise GuardStop(f"step {decision.step}: {text}")
 
     def _stop_agreed(self) -> str:
         """Why the run is to stop, if any rank was asked to. Collective over the world."""
-        context, mine = self.trainer.context, self.stop_requested()
-        if not any_rank(bool(mine), context):
-            return ""
-        reasons: list[str] = all_gather_objects(mine, context.world_group)
-        return next(filter(None, reasons))
+        return stop_agreed(self.stop_requested(), self.trainer.context)
 
     def _compare_ranks(self, step: int, metrics: dict[str, float]) -> RanksDifferError | None:
         """Looks, where due, whether ranks hold the same weights. Collective over the world."""
@@ -185,7 +220,12 @@ class SupervisedRun:
         metrics["timing_s/compare_ranks"] = time.perf_counter() - start
         return None
 
-    def _resume(self, checkpoint: Path) -> None:
+    def _resume(self, checkpoint: Path) -> Mapping[str, float] | None:
+        """Takes up a checkpoint's state. Collective over the world.
+
+        Returns:
+            The metrics so far of a step that was saved before its validation; else None.
+        """
         trainer = self.trainer
         trainer.on_phase(trainer.step_number, "resume")
         state = self.saver.store.load(checkpoint, self.saver.models, seed=self.config.trainer.seed)
@@ -193,13 +233,8 @@ class SupervisedRun:
         trainer.guard.load_state_dict(state["guard"])
         trainer.step_number = int(state["step"])
         self.saver.resumed(trainer.step_number)
-        self._event(
-            "resumed",
-            trainer.step_number,
-            path=str(checkpoint),
-            changes=list(self.changes),
-            restarts=self.restarts,
-        )
+        unvalidated: Mapping[str, float] | None = state.get("unvalidated")
+        return unvalidated
 
     def _export(self) -> None:
         trainer = self.trainer
@@ -214,22 +249,12 @@ class SupervisedRun:
                 new,
                 head=learner.objective.head,
             )
-        self._event("exported", trainer.step_number, path=str(out))
+        self.teller.event("exported", trainer.step_number, path=str(out))
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         metrics = {**metrics, **self.saver.take_metrics()}
-        for logger in self.loggers:
+        for logger in self.teller.loggers:
             logger.log(step, metrics)
-
-    def _announce(self, kind: str, step: int, text: str) -> None:
-        self.say(f"{kind:<10} step {step}: {text}")
-        self._event(kind, step, text=text)
-        for logger in self.loggers:
-            logger.note(step, f"{kind}: {text}")
-
-    def _event(self, kind: str, step: int, **details: Any) -> None:
-        if self.records is not None:
-            self.records.event(kind, step, **details)
 
 
 def checkpoint_state(

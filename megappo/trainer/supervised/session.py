@@ -35,6 +35,7 @@ from megappo.trainer.supervised.preflight import (
     supervised_preflight,
 )
 from megappo.trainer.supervised.trainer import SupervisedTrainer
+from megappo.trainer.teller import Teller
 
 
 class SupervisedSession:
@@ -129,20 +130,20 @@ class SupervisedSession:
         trainer = build_supervised(config, found, course, context)
         self._say(f"ready      model up in {time.perf_counter() - started:.0f} s")
         records = None
+        loggers: list[Logger] = []
         if context.is_main:
             records = Records(run_dir, rollouts_per_step=0, tokens_per_sample=0, say=self._say)
+            loggers = self._make_loggers(config, found, course, records)
         profiler = make_profiler(config.trainer, context, say=self._say, records=records)
         run = SupervisedRun(
             config=config,
             trainer=trainer,
             saver=self._make_saver(config, found, trainer, records),
-            loggers=[] if records is None else self._make_loggers(config, found, course, records),
-            records=records,
+            teller=Teller(say=self._say, loggers=loggers, records=records),
             profiler=profiler,
             total_steps=course.total_steps,
             changes=found.changes,
             stop_requested=partial(self._process.stop_requested, config.trainer.max_wall_time_s),
-            say=self._say,
             restarts=self._process.launch.restarts,
         )
         status = Status(run_dir if context.is_main else None, say=self._say)

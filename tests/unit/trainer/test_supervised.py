@@ -6,15 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megappo.config import SupervisedConfig, load_any
 from megappo.config.guard import GuardRule, GuardSection
 from megappo.data.sampler import PromptSampler
-from megappo.errors import GuardStop
+from megappo.errors import GuardStop, SaveError, StopRequested
 from megappo.trainer.guard import Guard
+from megappo.trainer.profiler import StepProfiler
 from megappo.trainer.supervised.build import rules_of
 from megappo.trainer.supervised.fit import SupervisedRun, export_folder, is_finished
 from megappo.trainer.supervised.trainer import SupervisedTrainer
+from megappo.trainer.teller import Teller
+from tests.unit.trainer.loop_parts import FULL, Place
 
 
 def make_config(folder: Path, *overrides: str) -> SupervisedConfig:
@@ -58,7 +62,7 @@ def test_a_rule_over_a_metric_of_another_task_is_told_after_the_first_step(tmp_p
     guard = Guard(settings=GuardSection(rules=rules), comparable=False)
     trainer = FirstStep(
         context=None, train_set=None, val_set=None, sampler=make_sampler(), learner=None,
-        planner=None, guard=guard,
+        planner=None, guard=guard, utilization=None,
     )  # fmt: skip
     told: list[str] = []
     make_run(config, trainer, say=told.append)._step()
@@ -82,10 +86,17 @@ def make_sampler() -> PromptSampler:
     return PromptSampler(12, batch_size=4, seed=0, shuffle=True)
 
 
-def make_run(config, trainer, *, saver=None, say=lambda text: None) -> SupervisedRun:
+def make_run(
+    config, trainer, *, saver=None, say=lambda text: None, teller=None, stop=str, restarts=0
+) -> SupervisedRun:
+    profiler = StepProfiler(
+        steps=(), folder=Path("none"), rank=0, device=torch.device("cpu"), max_gb=1.0,
+        report=lambda step, text, details: None,
+    )  # fmt: skip
     return SupervisedRun(
-        config=config, trainer=trainer, saver=saver or NotesState(trainer), loggers=[],
-        records=None, total_steps=3, changes=(), stop_requested=str, say=say, restarts=0,
+        config=config, trainer=trainer, saver=saver or NotesState(trainer),
+        teller=teller or Teller(say=say, loggers=[], records=None), profiler=profiler,
+        total_steps=3, changes=(), stop_requested=stop, restarts=restarts,
     )  # fmt: skip
 
 
@@ -119,6 +130,7 @@ def test_a_step_that_a_guard_gave_up_is_drawn_again_after_a_resume(tmp_path):
     before = sampler.state_dict()
     trainer = WithoutModel(
         context=None, train_set=None, val_set=None, sampler=sampler, learner=None, planner=None,
+        utilization=None,
         guard=Guard(settings=GuardSection(rules={"nan": rule}), comparable=False), step_number=1,
     )  # fmt: skip
     saver = NotesState(trainer)
@@ -127,3 +139,88 @@ def test_a_step_that_a_guard_gave_up_is_drawn_again_after_a_resume(tmp_path):
         run._step()
     assert saver.saved == [(1, before)]
     assert before["position"] == 4
+
+
+class EmptySteps(SupervisedTrainer):
+    """Draws rows and validates; updates nothing. Is asked to stop after a step, if given."""
+
+    place: Place
+    stop_after = 0
+
+    def step(self):
+        _, rows = self.sampler.next_batch()
+        self.step_number += 1
+        if self.step_number == self.stop_after:
+            self.place.stop = "SIGTERM"
+        return {"rm/loss": float(sum(rows))}
+
+    def validate(self):
+        return {"val/loss": self.step_number / 8}
+
+
+def looping(place: Place, *, stop_after=0, restarts=0) -> SupervisedRun:
+    """Three steps, of which the second and the last are validated."""
+    config = make_config(
+        place.run_dir, "checkpoint.export_hf=false", "trainer.val_before_train=false",
+        "trainer.test_freq=2", "guard.check_ranks_every=0",
+    )  # fmt: skip
+    guard = Guard(settings=GuardSection(rules={}), comparable=False)
+    trainer = EmptySteps(
+        context=place.context, train_set=None, val_set=None, sampler=make_sampler(), learner=None,
+        planner=None, guard=guard, utilization=None,
+    )  # fmt: skip
+    trainer.place, trainer.stop_after = place, stop_after
+
+    def state():
+        return {
+            "step": trainer.step_number, "sampler": trainer.sampler.state_dict(),
+            "guard": guard.state_dict(),
+        }  # fmt: skip
+
+    return make_run(
+        config, trainer, saver=place.saver(state), teller=place.teller, stop=lambda: place.stop,
+        restarts=restarts,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def place(tmp_path, alone):
+    return Place(tmp_path, alone)
+
+
+def test_a_stop_saves_before_a_due_validation_and_the_resumed_run_makes_up_for_it(
+    tmp_path, alone, place
+):
+    undisturbed = Place(tmp_path / "undisturbed", alone)
+    looping(undisturbed).fit(None)
+    with pytest.raises(StopRequested, match="after step 2, before its validation; state saved"):
+        looping(place, stop_after=2).fit(None)
+    assert sorted(place.logger.rows) == [1]
+    place.stop = ""
+    looping(place).fit(place.store.folder / "2")
+    assert place.logger.rows == undisturbed.logger.rows
+    assert sorted(place.logger.rows) == [1, 2, 3]
+    state = place.store.load(place.store.folder / "2", {}, seed=0)
+    assert (state["val_score"], state["unvalidated"]) == (-0.25, None)
+
+
+def test_a_stop_whose_save_fails_is_a_failure(place):
+    place.store.problem = FULL
+    with pytest.raises(SaveError, match="the state of step 2 is not saved"):
+        looping(place, stop_after=2).fit(None)
+
+
+def test_weights_that_are_not_finite_are_told_everywhere(place):
+    place.store.problem = GuardStop("step 2: rm's w is not finite")
+    with pytest.raises(GuardStop):
+        looping(place).fit(None)
+    assert place.events("guard") == [
+        {"kind": "guard", "step": 2, "action": "stop", "reason": "rm's w is not finite"}
+    ]
+    assert place.logger.notes == ["guard: stop: rm's w is not finite"]
+
+
+def test_a_restart_is_an_event_also_where_there_is_no_checkpoint_yet(place):
+    looping(place, restarts=2).fit(None)
+    assert place.events("restarted") == [{"kind": "restarted", "step": 0, "restarts": 2}]
+    assert not place.events("resumed")
