@@ -31,7 +31,7 @@ def restore(streams: Mapping[str, Any]) -> None:
 
     torch.set_rng_state(streams["torch"])
     tensor_parallel.get_cuda_rng_tracker().set_states(streams["megatron"])
-    if "cuda" in streams:
+    if "cuda" in streams and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(streams["cuda"])
 
 
