@@ -112,6 +112,13 @@ def rank_main(arguments: Sequence[str]) -> int:
     out, config, *overrides = arguments
     counts: dict[str, float] = defaultdict(float)
     count_collectives(counts)
+    return run_counted(Path(out), config, overrides, counts)
+
+
+def run_counted(
+    out: Path, config: str, overrides: Sequence[str], counts: Mapping[str, float]
+) -> int:
+    """One rank of a run, whose collectives are counted already; the run's exit code."""
     from megappo import train
     from megappo.trainer.ppo_trainer import PPOTrainer
 
@@ -124,18 +131,14 @@ def rank_main(arguments: Sequence[str]) -> int:
 
     PPOTrainer.step = counted_step  # type: ignore[method-assign]
     code = train.main([config, *overrides])
-    (Path(out) / f"rank_{os.environ['RANK']}.json").write_text(json.dumps(starts))
+    (out / f"rank_{os.environ['RANK']}.json").write_text(json.dumps(starts))
     return code
 
 
-def measure(num_ranks: int, folder: Path) -> dict[str, float]:
-    """One run; figures of the second step (from its start to the next one's) a rank."""
-    out = folder / f"ranks_{num_ranks}"
-    out.mkdir()
+def overrides_of(num_ranks: int, out: Path) -> list[str]:
+    """Of the config of `tests.tiny_run`: as much work a rank, whatever their number."""
     prompts = PROMPTS_A_RANK * num_ranks
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-        str(num_ranks), "-m", "tools.bench.ranks", "--rank", str(out), str(folder / "run.yaml"),
+    return [
         f"trainer.run_dir={out / 'run'}", f"trainer.total_steps={STEPS}",
         f"data.train_batch_size={prompts}", f"actor.mini_batch_size={prompts}",
         "actor.micro_batch_size=8", "critic.micro_batch_size=8", "rollout.n=2",
@@ -143,7 +146,23 @@ def measure(num_ranks: int, folder: Path) -> dict[str, float]:
         "trainer.save_freq=0", "checkpoint.export_hf=false", "guard.check_ranks_every=0",
         "loggers=[jsonl]", "trainer.rollouts_per_step=0",
     ]  # fmt: skip
+
+
+def measure(num_ranks: int, folder: Path) -> dict[str, float]:
+    """One run; figures of the second step (from its start to the next one's) a rank."""
+    out = folder / f"ranks_{num_ranks}"
+    out.mkdir()
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+        str(num_ranks), "-m", "tools.bench.ranks", "--rank", str(out), str(folder / "run.yaml"),
+        *overrides_of(num_ranks, out),
+    ]  # fmt: skip
     subprocess.run(command, cwd=ROOT, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    return figures(num_ranks, out)
+
+
+def figures(num_ranks: int, out: Path) -> dict[str, float]:
+    """The largest of all ranks' counts of the second step, and its time."""
     deltas = []
     for rank in range(num_ranks):
         starts = json.loads((out / f"rank_{rank}.json").read_text())
