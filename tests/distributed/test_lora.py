@@ -23,6 +23,10 @@ LAYOUTS = {
     "cp2": ["parallel.cp=2"],
     "dp2": ["parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true"],
 }
+DROPPED = [*RANK_64, "actor.lora.dropout=0.5", "critic.lora.dropout=0.5"]
+AGAIN = ["actor.memory.recompute=full", "critic.memory.recompute=full"]
+"""Forward passes are computed again in the backward pass, and must drop the same."""
+ALONE = {"alone": RANK_64, "dropped": DROPPED, "dropped_again": [*DROPPED, *AGAIN]}
 
 
 @pytest.fixture(scope="module")
@@ -36,15 +40,15 @@ def root(tmp_path_factory):
 def found(root):
     """Layout -> what each rank wrote; the layouts of two ranks share two processes."""
     arguments = ["--config", str(root / "run.yaml"), "--out", str(root)]
-    alone = {"alone": RANK_64}
-    run_ranks("lora.py", 1, *arguments, json.dumps(alone))
+    run_ranks("lora.py", 1, *arguments, json.dumps(ALONE))
     layouts = {name: [*RANK_64, *overrides] for name, overrides in LAYOUTS.items()}
+    layouts["dropped_tp2"] = [*DROPPED, *AGAIN, "parallel.tp=2"]
     run_ranks("lora.py", 2, *arguments, json.dumps(layouts), timeout_s=400)
     return {
         name: [
             torch.load(file, weights_only=True) for file in sorted((root / name).glob("rank*.pt"))
         ]
-        for name in (*alone, *layouts)
+        for name in (*ALONE, *layouts)
     }
 
 
@@ -81,6 +85,34 @@ def test_only_adapters_and_the_value_head_are_trained(alone, ranks):
     adapters = alone["adapter_elements"]
     assert alone["optimizer_elements"]["actor"] == adapters["actor"]
     assert alone["optimizer_elements"]["critic"] == adapters["critic"] + 32  # the value head
+
+
+def test_dropout_acts_in_updates_alone(found, alone):
+    (dropped,) = found["dropped"]
+    assert torch.equal(dropped["old"], alone["old"])
+    assert dropped["norms"][:2] != pytest.approx(alone["norms"][:2], rel=1e-3)
+    first, second = dropped["new"]
+    assert (first - dropped["old"]).abs().max() > 1e-3, "nothing was learned"
+    assert torch.equal(first, second)
+    for name, weight in dropped["weights"].items():
+        assert torch.equal(dropped["exported_while_dropping"][name], weight), name
+
+
+def test_recomputation_drops_what_was_dropped(found):
+    (dropped,), (again,) = found["dropped"], found["dropped_again"]
+    assert again["norms"] == pytest.approx(dropped["norms"], rel=1e-6)
+    for name, weight in dropped["weights"].items():
+        assert (again["weights"][name] - weight).abs().max() < 1e-7, name
+
+
+def test_tp_ranks_drop_alike_where_their_inputs_are_the_same_and_else_by_themselves(found):
+    """The worker has compared the weights that both ranks hold after updates with dropout."""
+    first, second = (rank["masks"] for rank in found["dropped_tp2"])
+    assert len(first) == len(second) == 16
+    for name, mask in first.items():
+        assert set(mask.unique().tolist()) == {0.0, 2.0}
+        has_all_inputs = name.endswith(("linear_qkv", "linear_fc1"))
+        assert torch.equal(mask, second[name]) == has_all_inputs, name
 
 
 def test_dp_ranks_share_the_optimizer(found, alone):

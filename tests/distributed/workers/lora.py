@@ -17,7 +17,7 @@ from megappo.distributed.metrics import Tally
 from megappo.distributed.offload import inner_optimizers, on_device
 from megappo.distributed.rank_check import compare_ranks
 from megappo.models.hf_export import save_hf
-from megappo.models.lora import is_adapter_name
+from megappo.models.lora import adapters, dropping, is_adapter_name
 from megappo.models.lora_export import save_peft
 from megappo.models.spec import load_spec
 from megappo.models.weights import named_weights
@@ -42,7 +42,9 @@ def main() -> None:
         context = parallel.start(launch, degrees, device="cpu", seed=1, timeout_s=300)
         out = arguments.out / name
         out.mkdir(exist_ok=True)
-        torch.save(run_layout(config, context, out), out / f"rank{context.rank}.pt")
+        drops = config.actor.lora.dropout > 0
+        found = run_dropped(config, context) if drops else run_layout(config, context, out)
+        torch.save(found, out / f"rank{context.rank}.pt")
         # Another port for the next groups: a rank must not meet the store of these.
         ports = parallel.all_gather_objects(free_port(), context.world_group)
         parallel.stop(context)
@@ -91,6 +93,30 @@ def run_layout(config: Config, context: parallel.ParallelContext, out: Path) -> 
     }
 
 
+def run_dropped(config: Config, context: parallel.ParallelContext) -> dict[str, Any]:
+    """Two updates with dropout, and what there is without it."""
+    specs = {role: load_spec(path) for role, path in model_paths(config).items()}
+    actor, critic, _ = build_roles(config, specs, context, total_optimizer_steps=9)
+    roles: dict[str, Any] = {"actor": actor, "critic": critic}
+    batch = share(whole_batch(specs["actor"].vocab_size), context)
+    mini = minibatch(roles, batch)
+    passes = [list(rows) for rows in mini.micro_batches]
+    norms = update(roles, mini) + update(roles, mini)
+    for name, role in roles.items():
+        compare_ranks(name, role.trainable.chunks, context)
+    weights = {name: weight.clone() for name, weight in export(actor.policy.network, "lm").items()}
+    with dropping(actor.trainable.chunks):
+        exported = dict(export(actor.policy.network, "lm"))
+    return {
+        "norms": norms,
+        "old": mini.samples.old_log_probs,
+        "new": [actor.log_probs(batch, passes)[0] for _ in range(2)],
+        "weights": weights,
+        "exported_while_dropping": exported,
+        "masks": masks(actor.trainable.chunks),
+    }
+
+
 def update(roles: dict[str, Any], mini: MiniBatch) -> list[float]:
     norms = []
     with on_device(roles["critic"].trainable.memory):
@@ -98,6 +124,15 @@ def update(roles: dict[str, Any], mini: MiniBatch) -> list[float]:
     with on_device(roles["actor"].trainable.memory):
         norms.append(roles["actor"].update(mini, Tally(), is_first=False))
     return norms
+
+
+def masks(chunks: Any) -> dict[str, torch.Tensor]:
+    """What each adapter's dropout makes of ones, [64, 1, 64]."""
+    return {
+        name: adapter._drop(torch.ones(64, 1, 64))
+        for chunk in chunks
+        for name, adapter in adapters(chunk.module)
+    }
 
 
 def elements(trainable: Any) -> int:
