@@ -181,12 +181,22 @@ def test_a_run_against_the_engines_log_probs_with_other_ends_and_a_warning(root)
 
 
 def test_a_first_update_alone_has_no_clipping_and_no_kl(root):
-    train(root, "one", "actor.mini_batch_size=8", "trainer.total_steps=1", "trainer.test_freq=0")
+    """Also: ReMax, whose greedy answers come from the same engines, to a reward of few tokens."""
+    short = {"arithmetic": [{"name": "length", "free_tokens": 1, "max_tokens": 3}]}
+    train(
+        root, "one", "algorithm.adv_estimator=remax", "actor.mini_batch_size=8",
+        f"reward.sources={json.dumps(short)}", "trainer.total_steps=1", "trainer.test_freq=0",
+    )  # fmt: skip
     row = metrics(root / "one")[1]
     assert "val/score/mean" not in row
     assert row["actor/pg_clipfrac"] == 0.0
     assert row["actor/ppo_kl"] == 0.0
     assert row["actor/first_ratio_diff_max"] == 0.0
+    assert row["actor/grad_norm"] > 0
+    assert row["critic/score/mean"] < row["critic/baselines/mean"] <= 1  # the model likes to end
+    assert row["critic/advantages/mean"] < 0
+    assert row["reward/baseline_error_rate"] == 0.0
+    assert "critic/vf_loss" not in row
 
 
 def test_a_killed_run_goes_on_to_the_same_numbers_bit_for_bit(root, undisturbed):
