@@ -66,7 +66,7 @@ def test_the_time_split_adds_up_to_the_step():
 
 
 def test_the_status_file_says_what_the_run_does_now(tmp_path):
-    status = Status(tmp_path)
+    status = Status(tmp_path, say=print)
     status.enter("generate", 3)
     first = json.loads((tmp_path / "status.json").read_text())
     status.enter("sync", 3)
@@ -74,7 +74,7 @@ def test_the_status_file_says_what_the_run_does_now(tmp_path):
     assert (first["step"], first["phase"]) == (3, "generate")
     assert (second["step"], second["phase"]) == (3, "sync")
     assert first["since"] <= second["since"] <= time.time()
-    Status(None).enter("generate", 4)  # another rank's
+    Status(None, say=print).enter("generate", 4)  # another rank's
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
 
 
