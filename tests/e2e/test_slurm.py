@@ -102,3 +102,32 @@ def test_a_chain_of_jobs_ends_with_the_first_mistake(slurm, two_nodes):
     assert "Traceback" not in text
     slurm.wait(second, "CANCELLED")
     assert not (two_nodes.root / "chain").exists()
+
+
+def test_a_chain_goes_on_where_a_job_saved_and_a_cancelled_job_saves_and_stays_away(
+    slurm, two_nodes
+):
+    run_dir = two_nodes.root / "chained"
+    command = ("bash", "launch/slurm/chain.sh", "2")
+    arguments = [*two_nodes.arguments("chained"), "trainer.total_steps=99"]  # never done here
+    first, second = submit(slurm, *arguments, command=command)
+    wait_for_step(slurm, first, run_dir, 1)
+    slurm.run("scancel", "--batch", "--signal=USR1", first)
+    found = slurm.wait(first, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
+    text = output(slurm, first)
+    assert (found["JobState"], found["ExitCode"], found["Restarts"]) == (
+        "COMPLETED", "0:0", "0",
+    ), text  # fmt: skip
+    assert "the run ended with exit code 75" in text
+    assert "saved; the next job of the chain goes on" in text
+
+    reached = int((run_dir / "checkpoints" / "latest").read_text().strip()[5:])
+    slurm.wait(second, "RUNNING", "COMPLETED", "FAILED", "CANCELLED")
+    wait_for_step(slurm, second, run_dir, reached + 1)
+    slurm.run("scancel", second)
+    found = slurm.wait(second, "CANCELLED", "COMPLETED", "FAILED", "TIMEOUT")
+    text = output(slurm, second)
+    assert (found["JobState"], found["Restarts"]) == ("CANCELLED", "0"), text
+    assert "stopped by SIGTERM after step" in text
+    assert len(events(run_dir, "resumed")) == 1
+    assert not ranks_of(run_dir)
