@@ -1,4 +1,4 @@
-"""A run without a critic, with dynamic sampling, by the command line; resumed to equal numbers."""
+"""Runs without a critic by the command line: dynamic sampling, exact resume, and learning."""
 
 import json
 import os
@@ -97,3 +97,28 @@ def test_a_resumed_run_draws_the_prompts_and_has_the_numbers_of_an_undisturbed_o
     assert set(resumed) == set(straight) == {1, 2, 3, 4}
     assert resumed[4] == straight[4]
     assert resumed[3] == straight[3]
+
+
+SHORT_ANSWERS = {"arithmetic": [{"name": "length", "free_tokens": 1, "max_tokens": 3}]}
+"""1 for a response of one token, 0.5 for two and 0 for three."""
+
+
+@pytest.mark.parametrize("name", ["dr_grpo", "reinforce_pp_baseline"])
+def test_a_policy_learns_without_a_critic(tmp_path, name):
+    """Others by name: rloo and reinforce_pp in test_rewards.py, remax in test_run.py."""
+    make_run(tmp_path, tie_word_embeddings=False)
+    result = subprocess.run(
+        [sys.executable, "-m", "megappo.launch", "--nproc-per-node", "1",
+         str(tmp_path / "run.yaml"), f"algorithm.adv_estimator={name}",
+         f"reward.sources={json.dumps(SHORT_ANSWERS)}",
+         "rollout.engine=megatron", "actor.optim.lr=1e-2", "actor.optim.lr_warmup_steps=0",
+         "actor.optim.lr_decay_style=constant", "trainer.total_steps=5", "trainer.test_freq=0",
+         "trainer.val_before_train=false", "trainer.save_freq=0", "checkpoint.export_hf=false"],
+        capture_output=True, text=True, timeout=400, check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    rows = metrics(tmp_path / "run")
+    assert rows[1]["critic/score/mean"] < 0.6
+    assert rows[5]["critic/score/mean"] > 0.8
+    assert not [metric for metric in rows[5] if metric.startswith("critic/vf")]
