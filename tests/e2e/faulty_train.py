@@ -113,7 +113,8 @@ def install(faults: list[dict[str, object]], rank: int, run_dir: Path) -> None:
         digest = hashlib.sha256()
         for chunk in trainable.chunks:
             for parameter in chunk.parameters():
-                digest.update(parameter.detach().cpu().numpy().tobytes())
+                # A copy: what numpy shares memory with cannot be offloaded any more.
+                digest.update(parameter.detach().cpu().clone().numpy().tobytes())
         return digest.hexdigest()
 
     build.BatchScorer = SlowScorer
