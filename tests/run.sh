@@ -22,11 +22,15 @@ bash tests/install_system.sh
 stage "unit tests"
 run_tests tests/unit -n 2 -q "$@"
 stage "distributed tests (gloo ranks)"
-run_tests tests/distributed -q "$@"
+measures=tests/distributed/test_network.py  # times, which others must not stretch
+run_tests tests/distributed --ignore "$measures" -n 2 --dist loadfile -q "$@"
+run_tests "$measures" -q "$@"
 stage "engine tests (real SGLang)"
 run_tests tests/engine -q "$@"
 stage "end-to-end tests"
-run_tests tests/e2e/test_bad_input.py -n 2 -q "$@"  # commands of one process each
-run_tests tests/e2e --ignore tests/e2e/test_bad_input.py -q "$@"
+# Those that stop and kill processes, or have networks and ports with fixed names, run one by one.
+alone=(tests/e2e/test_{chaos,guard,nodes,run,server_run,slurm}.py)
+run_tests tests/e2e "${alone[@]/#/--ignore=}" -n 2 --dist loadfile -q "$@"
+run_tests "${alone[@]}" -q "$@"
 echo
 echo "all green"
