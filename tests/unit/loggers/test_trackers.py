@@ -218,7 +218,8 @@ def test_an_mlflow_server_that_is_silent_is_told_once(tmp_path, monkeypatch, no_
 def test_a_busy_mlflow_server_cannot_hold_the_ranks(tmp_path, monkeypatch, no_limits_set):
     slept_s = []
     monkeypatch.setattr(urllib3.util.retry.time, "sleep", slept_s.append)
-    busy = b"HTTP/1.1 503 Busy\r\nRetry-After: 3600\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+    head = b"HTTP/1.1 503 Busy\r\nRetry-After: 3600\r\n"
+    busy = head + b"Content-Length: 0\r\nConnection: close\r\n\r\n"
     with server(busy) as (uri, taken):
         (text,) = told_of_mlflow(tmp_path, uri)
     assert len(taken) == 3
