@@ -28,7 +28,7 @@ from megappo.train import main
 def install(kills: list[dict[str, object]], rank: int) -> None:
     """Puts an engine that dies as planned in the place where the trainer takes its own from."""
     from megappo.rollout.sglang_engine import SGLangEngine
-    from megappo.trainer import build
+    from megappo.trainer import build_engine
 
     mine = [kill for kill in kills if kill["rank"] == rank]
 
@@ -78,7 +78,7 @@ def install(kills: list[dict[str, object]], rank: int) -> None:
         def _pid(self, kill) -> int:
             return self.pids[kill.get("process", 0)]
 
-    build.SGLangEngine = KilledEngine
+    build_engine.SGLangEngine = KilledEngine
 
 
 if __name__ == "__main__":
