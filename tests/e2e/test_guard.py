@@ -311,7 +311,7 @@ def disk(tmp_path):
     if result.returncode:
         pytest.skip(f"no disk can be mounted here: {result.stderr.strip()}")
     yield tmp_path
-    subprocess.run(["umount", str(tmp_path)], check=True)
+    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
 
 
 def on_disk(disk: Path, root: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
